@@ -1,0 +1,34 @@
+// Adapter factors of every storage type lie in one pool; an index entry says where and how.
+struct Eight {
+    lo: vec4<f32>,
+    hi: vec4<f32>,
+}
+
+struct Factor {
+    // First group of A and of B in `pool`, in 16-byte words.
+    a: u32,
+    b: u32,
+    // Rank in the low half, storage type (0 f32, 1 f16, 2 bf16) in the high half. Rank 0: no adapter here.
+    rank_type: u32,
+    scale: f32,
+}
+
+fn decode_bf16(word: vec2<u32>) -> vec4<f32> {
+    return bitcast<vec4<f32>>(vec4<u32>(word.x << 16u, word.x & 0xffff0000u, word.y << 16u, word.y & 0xffff0000u));
+}
+
+// Eight values: group `group` of a matrix that starts at word `base`.
+fn load_factor8(base: u32, group: u32, storage: u32) -> Eight {
+    if (storage == 0u) {
+        let at = base + group * 2u;
+        return Eight(bitcast<vec4<f32>>(pool[at]), bitcast<vec4<f32>>(pool[at + 1u]));
+    }
+    let words = pool[base + group];
+    if (storage == 1u) {
+        return Eight(
+            vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y)),
+            vec4<f32>(unpack2x16float(words.z), unpack2x16float(words.w)),
+        );
+    }
+    return Eight(decode_bf16(words.xy), decode_bf16(words.zw));
+}

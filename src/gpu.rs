@@ -1,0 +1,358 @@
+//! The device: which adapters exist, what they can do, and the shared state of everything recorded on one of them.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use serde::Serialize;
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::kernels::linker::{Pipeline, PipelineKey};
+use crate::plan::capabilities::Capabilities;
+
+/// A class of kernel variants. Every stage has a baseline variant; higher tiers replace some of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Tier {
+    /// WebGPU's default limits, no optional feature.
+    Baseline,
+    /// Subgroup operations of any size from 4 to 128.
+    Subgroup,
+    /// Cooperative matrices. Not available yet.
+    Matrix,
+}
+
+impl std::fmt::Display for Tier {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Baseline => "baseline",
+            Self::Subgroup => "subgroup",
+            Self::Matrix => "matrix",
+        })
+    }
+}
+
+impl std::str::FromStr for Tier {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "baseline" => Ok(Self::Baseline),
+            "subgroup" => Ok(Self::Subgroup),
+            "matrix" => Ok(Self::Matrix),
+            _ => Err(Error::new(ErrorKind::Device, format!("tier `{text}`: expected `baseline`, `subgroup` or `matrix`"))),
+        }
+    }
+}
+
+/// What one adapter is and can do.
+#[derive(Debug, Clone, Serialize)]
+pub struct GpuInfo {
+    /// Position in [`Gpu::list`].
+    pub index: usize,
+    /// Name given by the driver.
+    pub name: String,
+    /// `vulkan`, `metal` or `dx12`.
+    pub backend: String,
+    /// `discrete`, `integrated`, `virtual`, `cpu` or `other`.
+    pub device_type: String,
+    /// Name of the driver.
+    pub driver: String,
+    /// Version of the driver, as it describes itself.
+    pub driver_info: String,
+    /// Smallest and largest subgroup; (0, 0) where unknown.
+    pub subgroup_sizes: (u32, u32),
+    /// Tiers this crate can run on it, lowest first.
+    pub tiers: Vec<Tier>,
+    /// Largest storage binding in bytes.
+    pub max_binding_bytes: u64,
+    /// Largest buffer in bytes.
+    pub max_buffer_bytes: u64,
+    /// Workgroup memory in bytes.
+    pub max_workgroup_bytes: u32,
+    /// Invocations of a workgroup.
+    pub max_invocations: u32,
+    /// Storage buffers of a shader stage.
+    pub max_storage_buffers: u32,
+    /// Half-precision arithmetic.
+    pub shader_f16: bool,
+    /// Runs on the CPU.
+    pub software: bool,
+}
+
+/// Which device to open, and how.
+#[derive(Debug, Clone, Default)]
+pub struct GpuOptions {
+    /// Index in [`Gpu::list`], or a part of the name (any case). `None` takes the first.
+    pub device: Option<String>,
+    /// Force a tier. `None` takes the best that the device can run.
+    pub tier: Option<Tier>,
+}
+
+/// An open device. Cloning is cheap; clones share pipelines.
+#[derive(Clone)]
+pub struct Gpu {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    device: wgpu::Device,
+    queue: wgpu::Queue,
+    info: GpuInfo,
+    tier: Tier,
+    capabilities: Capabilities,
+    pipelines: Mutex<HashMap<PipelineKey, Arc<Pipeline>>>,
+    layouts: Mutex<HashMap<(usize, usize), wgpu::BindGroupLayout>>,
+}
+
+impl std::fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Gpu({}, {})", self.info().name, self.tier())
+    }
+}
+
+fn instance() -> wgpu::Instance {
+    let mut desc = wgpu::InstanceDescriptor::new_without_display_handle_from_env();
+    // Dispatch arguments come from our own align stage, which bounds them; wgpu's check would add a dispatch to each.
+    desc.flags.remove(wgpu::InstanceFlags::VALIDATION_INDIRECT_CALL);
+    wgpu::Instance::new(desc)
+}
+
+/// Adapters in the order in which we number them: discrete GPUs first, software last.
+async fn adapters(instance: &wgpu::Instance) -> Vec<wgpu::Adapter> {
+    let mut all = instance.enumerate_adapters(wgpu::Backends::all()).await;
+    all.sort_by_key(|a| match a.get_info().device_type {
+        wgpu::DeviceType::DiscreteGpu => 0,
+        wgpu::DeviceType::IntegratedGpu => 1,
+        wgpu::DeviceType::VirtualGpu => 2,
+        wgpu::DeviceType::Other => 3,
+        wgpu::DeviceType::Cpu => 4,
+    });
+    all
+}
+
+fn describe(index: usize, adapter: &wgpu::Adapter) -> GpuInfo {
+    let info = adapter.get_info();
+    let limits = adapter.limits();
+    let features = adapter.features();
+    let mut tiers = vec![Tier::Baseline];
+    if features.contains(wgpu::Features::SUBGROUP) && info.subgroup_min_size >= 4 {
+        tiers.push(Tier::Subgroup);
+    }
+    GpuInfo {
+        index,
+        name: info.name.clone(),
+        backend: format!("{:?}", info.backend).to_lowercase(),
+        device_type: match info.device_type {
+            wgpu::DeviceType::DiscreteGpu => "discrete",
+            wgpu::DeviceType::IntegratedGpu => "integrated",
+            wgpu::DeviceType::VirtualGpu => "virtual",
+            wgpu::DeviceType::Cpu => "cpu",
+            wgpu::DeviceType::Other => "other",
+        }
+        .into(),
+        driver: info.driver.clone(),
+        driver_info: info.driver_info.clone(),
+        subgroup_sizes: (info.subgroup_min_size, info.subgroup_max_size),
+        tiers,
+        max_binding_bytes: limits.max_storage_buffer_binding_size,
+        max_buffer_bytes: limits.max_buffer_size,
+        max_workgroup_bytes: limits.max_compute_workgroup_storage_size,
+        max_invocations: limits.max_compute_invocations_per_workgroup,
+        max_storage_buffers: limits.max_storage_buffers_per_shader_stage,
+        shader_f16: features.contains(wgpu::Features::SHADER_F16),
+        software: info.device_type == wgpu::DeviceType::Cpu,
+    }
+}
+
+const NO_DEVICE: &str = "no Vulkan, Metal or DX12 device found; on Debian `apt-get install mesa-vulkan-drivers libvulkan1` brings a software one";
+
+impl Gpu {
+    /// Every adapter of this machine, in our numbering. Blocks.
+    pub fn list() -> Vec<GpuInfo> {
+        futures::executor::block_on(async {
+            adapters(&instance()).await.iter().enumerate().map(|(i, a)| describe(i, a)).collect()
+        })
+    }
+
+    /// Opens a device. Blocks.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Device`] when there is no adapter, none matches `options.device`, the tier is not available on
+    /// it, or it lacks a needed limit.
+    pub fn new(options: &GpuOptions) -> Result<Self> {
+        futures::executor::block_on(Self::open(options))
+    }
+
+    async fn open(options: &GpuOptions) -> Result<Self> {
+        let all = adapters(&instance()).await;
+        if all.is_empty() {
+            return Err(Error::new(ErrorKind::Device, NO_DEVICE));
+        }
+        let index = match &options.device {
+            None => 0,
+            Some(text) => choose(text, &all)?,
+        };
+        let adapter = &all[index];
+        let (features, limits, experimental) = Self::wanted(adapter);
+        let (device, queue) = adapter
+            .request_device(&wgpu::DeviceDescriptor {
+                label: Some("wgmoe"),
+                required_features: features,
+                required_limits: limits,
+                experimental_features: experimental,
+                memory_hints: wgpu::MemoryHints::Performance,
+                trace: wgpu::Trace::Off,
+            })
+            .await
+            .map_err(|e| Error::new(ErrorKind::Device, format!("device `{}`: {e}", adapter.get_info().name)))?;
+        Self::build(adapter, device, queue, index, options.tier)
+    }
+
+    /// What a device must be created with, so that [`Gpu::from_wgpu`] can use all that `adapter` offers.
+    pub fn wanted(adapter: &wgpu::Adapter) -> (wgpu::Features, wgpu::Limits, wgpu::ExperimentalFeatures) {
+        let offered = adapter.limits();
+        let features = adapter.features()
+            & (wgpu::Features::SUBGROUP | wgpu::Features::SHADER_F16 | wgpu::Features::TIMESTAMP_QUERY);
+        let limits = wgpu::Limits {
+            max_buffer_size: offered.max_buffer_size,
+            max_storage_buffer_binding_size: offered.max_storage_buffer_binding_size,
+            max_compute_workgroup_storage_size: offered.max_compute_workgroup_storage_size,
+            ..wgpu::Limits::defaults()
+        };
+        (features, limits, wgpu::ExperimentalFeatures::disabled())
+    }
+
+    /// Uses a device and queue that the caller made, with the features and limits of [`Gpu::wanted`] or fewer:
+    /// what the device lacks lowers the tier. The caller's instance decides whether indirect calls are validated.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Device`] when `tier` is not available or a needed limit is missing.
+    pub fn from_wgpu(adapter: &wgpu::Adapter, device: wgpu::Device, queue: wgpu::Queue, tier: Option<Tier>) -> Result<Self> {
+        Self::build(adapter, device, queue, 0, tier)
+    }
+
+    fn build(adapter: &wgpu::Adapter, device: wgpu::Device, queue: wgpu::Queue, index: usize, tier: Option<Tier>) -> Result<Self> {
+        let mut info = describe(index, adapter);
+        let limits = device.limits();
+        info.max_binding_bytes = limits.max_storage_buffer_binding_size;
+        info.max_buffer_bytes = limits.max_buffer_size;
+        if !device.features().contains(wgpu::Features::SUBGROUP) {
+            info.tiers.retain(|t| *t == Tier::Baseline);
+        }
+        let best = *info.tiers.last().unwrap_or(&Tier::Baseline);
+        let tier = tier.unwrap_or(best);
+        if !info.tiers.contains(&tier) {
+            let offered: Vec<String> = info.tiers.iter().map(Tier::to_string).collect();
+            return Err(Error::new(
+                ErrorKind::Device,
+                format!("tier `{tier}`: not available on `{}`, which offers {}", info.name, offered.join(", ")),
+            ));
+        }
+        let capabilities = Capabilities::new(&info, &limits, adapter.get_downlevel_capabilities().flags, tier)?;
+        device.on_uncaptured_error(Arc::new(|e| log::error!("device: {e}")));
+        Ok(Self {
+            inner: Arc::new(Inner {
+                device,
+                queue,
+                info,
+                tier,
+                capabilities,
+                pipelines: Mutex::default(),
+                layouts: Mutex::default(),
+            }),
+        })
+    }
+
+    /// The adapter behind this device.
+    pub fn info(&self) -> &GpuInfo {
+        &self.inner.info
+    }
+
+    /// The tier whose kernels run.
+    pub fn tier(&self) -> Tier {
+        self.inner.tier
+    }
+
+    /// What `plan` may assume of this device.
+    pub fn capabilities(&self) -> &Capabilities {
+        &self.inner.capabilities
+    }
+
+    /// The wgpu device.
+    pub fn device(&self) -> &wgpu::Device {
+        &self.inner.device
+    }
+
+    /// The wgpu queue.
+    pub fn queue(&self) -> &wgpu::Queue {
+        &self.inner.queue
+    }
+
+    pub(crate) fn pipelines(&self) -> &Mutex<HashMap<PipelineKey, Arc<Pipeline>>> {
+        &self.inner.pipelines
+    }
+
+    pub(crate) fn layouts(&self) -> &Mutex<HashMap<(usize, usize), wgpu::BindGroupLayout>> {
+        &self.inner.layouts
+    }
+
+    /// Makes an empty storage buffer of `bytes` (rounded up to 16).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Limit`] above the device's buffer limit, [`ErrorKind::OutOfMemory`] when the device has none left.
+    pub fn buffer(&self, label: &str, bytes: u64, extra: wgpu::BufferUsages) -> Result<wgpu::Buffer> {
+        let size = bytes.max(16).next_multiple_of(16);
+        if size > self.inner.info.max_buffer_bytes {
+            return Err(Error::new(
+                ErrorKind::Limit,
+                format!("buffer `{label}`: {size} bytes, the device allows {}", self.inner.info.max_buffer_bytes),
+            ));
+        }
+        let scope = self.device().push_error_scope(wgpu::ErrorFilter::OutOfMemory);
+        let buffer = self.device().create_buffer(&wgpu::BufferDescriptor {
+            label: Some(label),
+            size,
+            usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::COPY_SRC | extra,
+            mapped_at_creation: false,
+        });
+        match futures::executor::block_on(scope.pop()) {
+            None => Ok(buffer),
+            Some(e) => Err(Error::new(ErrorKind::OutOfMemory, format!("buffer `{label}` of {size} bytes: {e}"))),
+        }
+    }
+
+    /// Copies `bytes` of `buffer` back to the host. Blocks until the device has finished; for tests and tools.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Device`] when the device was lost.
+    pub fn read(&self, buffer: &wgpu::Buffer, offset: u64, bytes: u64) -> Result<Vec<u8>> {
+        let size = bytes.next_multiple_of(4);
+        let staging = self.device().create_buffer(&wgpu::BufferDescriptor {
+            label: Some("read"),
+            size,
+            usage: wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST,
+            mapped_at_creation: false,
+        });
+        let mut encoder = self.device().create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("read") });
+        encoder.copy_buffer_to_buffer(buffer, offset, &staging, 0, size);
+        self.queue().submit([encoder.finish()]);
+        staging.map_async(wgpu::MapMode::Read, .., |_| {});
+        self.device()
+            .poll(wgpu::PollType::wait_indefinitely())
+            .map_err(|e| Error::new(ErrorKind::Device, format!("reading back: {e}")))?;
+        let view = staging.get_mapped_range(..).map_err(|e| Error::new(ErrorKind::Device, format!("reading back: {e}")))?;
+        Ok(view[..bytes as usize].to_vec())
+    }
+}
+
+fn choose(text: &str, all: &[wgpu::Adapter]) -> Result<usize> {
+    let names: Vec<String> = all.iter().map(|a| a.get_info().name).collect();
+    let found = match text.parse::<usize>() {
+        Ok(index) => (index < all.len()).then_some(index),
+        Err(_) => names.iter().position(|n| n.to_lowercase().contains(&text.to_lowercase())),
+    };
+    found.ok_or_else(|| {
+        let listed: Vec<String> = names.iter().enumerate().map(|(i, n)| format!("{i} = {n}")).collect();
+        Error::new(ErrorKind::Device, format!("device `{text}`: not found; this machine has {}", listed.join(", ")))
+    })
+}

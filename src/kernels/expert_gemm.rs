@@ -1,0 +1,197 @@
+//! Matrix products with resident weights: one matrix for all rows, or one of many chosen by expert id.
+
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::kernels::align::Aligned;
+use crate::kernels::linker::{Kernel, Vars, pipeline};
+use crate::kernels::params::params;
+use crate::kernels::{Grid, Recording, View};
+use crate::plan::capabilities::Capabilities;
+use crate::plan::pieces::Piece;
+
+/// The shader.
+pub static EXPERT_GEMM: Kernel = Kernel { stem: "expert_gemm", reads: 3, writes: 1 };
+
+params! {
+    /// Sizes of one product with one piece of the weights.
+    ExpertGemmParams {
+        /// P, or T when dense.
+        rows: u32,
+        /// Pairs that share a row of x.
+        row_div: u32,
+        /// Row of x in vec4.
+        x_stride: u32,
+        /// Groups of eight in a row of W.
+        groups: u32,
+        /// Rows of W in this piece.
+        out_rows: u32,
+        /// First column of y.
+        out_begin: u32,
+        /// Row of y in elements.
+        y_stride: u32,
+        /// First matrix of this piece.
+        first: u32,
+        /// Matrices of this piece.
+        count: u32,
+        /// 1: add to y.
+        accumulate: u32,
+        /// Word of `expert_ids`.
+        expert_base: u32,
+        /// Word of `sorted_token_ids`.
+        sorted_base: u32,
+    }
+}
+
+/// A stack of matrices `[count, out, in]` on the device, cut into bindings. Rows are padded with zeros to groups of 8.
+#[derive(Debug, Clone)]
+pub struct Weights {
+    /// Storage type, as in the file.
+    pub dtype: DType,
+    /// Matrices.
+    pub count: usize,
+    /// Rows of a matrix.
+    pub out_dim: usize,
+    /// Columns of a matrix: a multiple of 8.
+    pub in_dim: usize,
+    /// The bindings.
+    pub pieces: Vec<(Piece, View)>,
+}
+
+/// Which rows of x meet which matrix.
+#[derive(Clone, Copy)]
+pub enum Rows<'a> {
+    /// Every row meets matrix 0.
+    Dense,
+    /// Pair p meets matrix `ids[p]`; i32 `[P]`. For few pairs.
+    Pairs(&'a View),
+    /// Tiles of pairs of one matrix each.
+    Tiles(&'a Aligned),
+}
+
+impl Rows<'_> {
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Dense => "dense",
+            Self::Pairs(_) => "pairs",
+            Self::Tiles(_) => "tiles",
+        }
+    }
+
+    /// The buffer behind `ids`, and the words of its parts.
+    pub(crate) fn ids<'b>(&'b self, unused: &'b View) -> (&'b View, u32, u32) {
+        match self {
+            Self::Dense => (unused, 0, 0),
+            Self::Pairs(view) => (view, 0, 0),
+            Self::Tiles(aligned) => (&aligned.view, aligned.expert_base, aligned.sorted_base),
+        }
+    }
+}
+
+/// Semantics: `y[p] (+)= W[id(p)] · x[p / row_div]`; rows of negative ids are left alone.
+pub struct ExpertGemm<'a> {
+    /// P, or T when dense.
+    pub rows: usize,
+    /// Pairs that share a row of x.
+    pub row_div: usize,
+    /// Which rows meet which matrix.
+    pub select: Rows<'a>,
+    /// f32 `[rows / row_div, in]`.
+    pub x: &'a View,
+    /// The matrices.
+    pub weights: &'a Weights,
+    /// f32 `[rows, y_stride]`, written or added to.
+    pub y: &'a View,
+    /// Row of y in elements.
+    pub y_stride: usize,
+    /// Add to y.
+    pub accumulate: bool,
+}
+
+/// Tile height of a dense product over `rows` rows.
+pub fn dense_tile(rows: usize) -> usize {
+    match rows {
+        0..=1 => 1,
+        2..=5 => 4,
+        _ => 8,
+    }
+}
+
+/// Output columns of an invocation: two where a tile is high enough to pay for it.
+fn per_lane(tile: usize) -> u32 {
+    if tile >= 4 { 2 } else { 1 }
+}
+
+/// Lanes that carry x: every device with subgroups has at least four, and eight need fewer loads.
+pub(crate) fn carriers(caps: &Capabilities) -> u32 {
+    if !caps.subgroup {
+        0
+    } else if caps.one_subgroup && caps.row_lanes >= 8 {
+        8
+    } else {
+        4
+    }
+}
+
+/// The variables of one variant.
+pub fn vars(caps: &Capabilities, dtype: DType, rows: &'static str, tile: usize) -> Vars {
+    vec![
+        ("dtype", dtype.name().into()),
+        ("rows", rows.into()),
+        ("tile", (tile as u32).into()),
+        ("per_lane", per_lane(tile).into()),
+        ("lanes", caps.gemm_lanes.into()),
+        ("carriers", carriers(caps).into()),
+    ]
+}
+
+/// Column tiles of a product with `out_rows` rows of weights at tile height `tile`.
+pub fn column_tiles(caps: &Capabilities, out_rows: usize, tile: usize) -> u32 {
+    out_rows.div_ceil((caps.gemm_lanes * per_lane(tile)) as usize) as u32
+}
+
+impl Weights {
+    /// Column tiles of every piece, to announce to an alignment.
+    pub fn columns(&self, caps: &Capabilities, tile: usize) -> impl Iterator<Item = u32> {
+        self.pieces.iter().map(move |(p, _)| column_tiles(caps, p.rows, tile)).collect::<Vec<_>>().into_iter()
+    }
+}
+
+impl ExpertGemm<'_> {
+    /// Records the stage: one dispatch for each piece of the weights.
+    ///
+    /// # Errors
+    /// When the device refuses the shader.
+    pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+        let tile = match self.select {
+            Rows::Dense => dense_tile(self.rows),
+            Rows::Pairs(_) => 1,
+            Rows::Tiles(aligned) => aligned.tile,
+        };
+        let caps = rec.gpu().capabilities().clone();
+        let pipeline = pipeline(rec.gpu(), &EXPERT_GEMM, vars(&caps, self.weights.dtype, self.select.name(), tile))?;
+        let (ids, expert_base, sorted_base) = self.select.ids(self.x);
+        for (piece, view) in &self.weights.pieces {
+            let params = ExpertGemmParams {
+                rows: self.rows as u32,
+                row_div: self.row_div as u32,
+                x_stride: (self.weights.in_dim / 4) as u32,
+                groups: (self.weights.in_dim / 8) as u32,
+                out_rows: piece.rows as u32,
+                out_begin: piece.row_begin as u32,
+                y_stride: self.y_stride as u32,
+                first: piece.first as u32,
+                count: piece.count as u32,
+                accumulate: u32::from(self.accumulate),
+                expert_base,
+                sorted_base,
+            };
+            let columns = column_tiles(&caps, piece.rows, tile);
+            let grid = match self.select {
+                Rows::Tiles(aligned) => aligned.grid(columns)?,
+                _ => Grid::folded(columns, self.rows.div_ceil(tile) as u32),
+            };
+            rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &[self.x, view, ids, self.y], &grid);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,214 @@
+//! Un-merged adapters: shrink to the rank, expand and add. Pairs of different adapters and ranks share one batch.
+
+use crate::error::Result;
+use crate::kernels::expert_gemm::{Rows, carriers};
+use crate::kernels::linker::{Kernel, Vars, pipeline};
+use crate::kernels::params::params;
+use crate::kernels::{Grid, Recording, View};
+use crate::plan::capabilities::Capabilities;
+
+/// x to u.
+pub static LORA_SHRINK: Kernel = Kernel { stem: "lora_shrink", reads: 4, writes: 1 };
+/// u to y.
+pub static LORA_EXPAND: Kernel = Kernel { stem: "lora_expand", reads: 4, writes: 1 };
+
+params! {
+    /// Sizes of one shrink.
+    LoraShrinkParams {
+        /// P.
+        rows: u32,
+        /// Pairs that share a row of x.
+        row_div: u32,
+        /// Row of x in vec4.
+        x_stride: u32,
+        /// Groups of eight in a row of A.
+        groups: u32,
+        /// First entry of the site in the index.
+        index_base: u32,
+        /// Projections of the site.
+        projections: u32,
+        /// Rank that u has room for.
+        max_rank: u32,
+        /// V.
+        buckets: u32,
+        /// Word of `expert_ids`.
+        expert_base: u32,
+        /// Word of `sorted_token_ids`.
+        sorted_base: u32,
+        /// Padding.
+        pad0: u32,
+        /// Padding.
+        pad1: u32,
+    }
+}
+
+params! {
+    /// Sizes of one expand.
+    LoraExpandParams {
+        /// P.
+        rows: u32,
+        /// 1.
+        row_div: u32,
+        /// Row of u in vec4.
+        x_stride: u32,
+        /// First entry of the site in the index.
+        index_base: u32,
+        /// Projections of the site.
+        projections: u32,
+        /// Rank that u has room for.
+        max_rank: u32,
+        /// V.
+        buckets: u32,
+        /// Row of y in elements.
+        y_stride: u32,
+        /// Word of `expert_ids`.
+        expert_base: u32,
+        /// Word of `sorted_token_ids`.
+        sorted_base: u32,
+        /// Padding.
+        pad0: u32,
+        /// Padding.
+        pad1: u32,
+        /// First column tile of each projection.
+        tile_begin: [u32; 4],
+        /// First column in y of each projection.
+        out_begin: [u32; 4],
+        /// Columns of each projection.
+        out_rows: [u32; 4],
+    }
+}
+
+/// One place in the network whose input several projections share, such as q, k and v, or gate and up.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LoraSite {
+    /// First entry in the layer's index: entry `index_base + v · projections + i` for virtual expert v.
+    pub index_base: usize,
+    /// Columns of each projection in y, in order and without gaps; at most four.
+    pub out_dims: Vec<usize>,
+    /// Columns of x: a multiple of 8.
+    pub in_dim: usize,
+}
+
+/// The factors of one layer.
+#[derive(Debug, Clone)]
+pub struct Factors {
+    /// 16-byte words of every factor.
+    pub pool: View,
+    /// An entry for each (slot, expert, projection) of each site: `[a, b, rank | type << 16, scale]`.
+    pub index: View,
+}
+
+/// Semantics: `y[p] += s · B · (A · x[p / row_div])` with the factors of virtual expert `id(p)`; nothing where rank is 0.
+pub struct Lora<'a> {
+    /// P.
+    pub rows: usize,
+    /// Pairs that share a row of x.
+    pub row_div: usize,
+    /// Virtual ids; never dense.
+    pub select: Rows<'a>,
+    /// V of the site: slots, times experts where there are any.
+    pub buckets: usize,
+    /// Largest rank among the adapters of this batch.
+    pub max_rank: usize,
+    /// The site.
+    pub site: &'a LoraSite,
+    /// The layer's factors.
+    pub factors: &'a Factors,
+    /// f32 `[rows / row_div, in]`.
+    pub x: &'a View,
+    /// f32 `[rows, y_stride]`, added to.
+    pub y: &'a View,
+    /// Row of y in elements.
+    pub y_stride: usize,
+}
+
+/// The variables of one variant, the same for shrink and expand.
+pub fn vars(caps: &Capabilities, rows: &'static str, tile: usize) -> Vars {
+    vec![
+        ("rows", rows.into()),
+        ("tile", (tile as u32).into()),
+        ("lanes", caps.gemm_lanes.into()),
+        ("carriers", carriers(caps).into()),
+    ]
+}
+
+/// Column tiles of the shrink and of the expand, to announce to an alignment.
+pub fn column_tiles(caps: &Capabilities, site: &LoraSite, max_rank: usize) -> [u32; 2] {
+    let lanes = caps.gemm_lanes as usize;
+    let shrink = site.out_dims.len() * max_rank.next_multiple_of(8).div_ceil(lanes);
+    let expand: usize = site.out_dims.iter().map(|n| n.div_ceil(lanes)).sum();
+    [shrink as u32, expand as u32]
+}
+
+impl Lora<'_> {
+    /// Records both halves.
+    ///
+    /// # Errors
+    /// When the device refuses a shader or has no room for the intermediate.
+    pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+        if self.max_rank == 0 || self.rows == 0 {
+            return Ok(());
+        }
+        let caps = rec.gpu().capabilities().clone();
+        let tile = if let Rows::Tiles(aligned) = self.select { aligned.tile } else { 1 };
+        let vars = vars(&caps, self.select.name(), tile);
+        let shrink = pipeline(rec.gpu(), &LORA_SHRINK, vars.clone())?;
+        let expand = pipeline(rec.gpu(), &LORA_EXPAND, vars)?;
+        let projections = self.site.out_dims.len();
+        let max_rank = self.max_rank.next_multiple_of(8);
+        let u = rec.scratch("lora u", (self.rows * projections * max_rank * 4) as u64)?;
+        let (ids, expert_base, sorted_base) = self.select.ids(self.x);
+        let [shrink_columns, expand_columns] = column_tiles(&caps, self.site, max_rank);
+        let grid = |columns: u32| match self.select {
+            Rows::Tiles(aligned) => aligned.grid(columns),
+            _ => Ok(Grid::folded(columns, self.rows as u32)),
+        };
+
+        let params = LoraShrinkParams {
+            rows: self.rows as u32,
+            row_div: self.row_div as u32,
+            x_stride: (self.site.in_dim / 4) as u32,
+            groups: (self.site.in_dim / 8) as u32,
+            index_base: self.site.index_base as u32,
+            projections: projections as u32,
+            max_rank: max_rank as u32,
+            buckets: self.buckets as u32,
+            expert_base,
+            sorted_base,
+            pad0: 0,
+            pad1: 0,
+        };
+        let factors = self.factors;
+        let buffers = [self.x, &factors.pool, &factors.index, ids, &u];
+        rec.dispatch(pass, &shrink, bytemuck::bytes_of(&params), &buffers, &grid(shrink_columns)?);
+
+        let mut params = LoraExpandParams {
+            rows: self.rows as u32,
+            row_div: 1,
+            x_stride: (projections * max_rank / 4) as u32,
+            index_base: self.site.index_base as u32,
+            projections: projections as u32,
+            max_rank: max_rank as u32,
+            buckets: self.buckets as u32,
+            y_stride: self.y_stride as u32,
+            expert_base,
+            sorted_base,
+            pad0: 0,
+            pad1: 0,
+            tile_begin: [0; 4],
+            out_begin: [0; 4],
+            out_rows: [0; 4],
+        };
+        let (mut tiles, mut columns) = (0, 0);
+        for (i, n) in self.site.out_dims.iter().enumerate() {
+            params.tile_begin[i] = tiles as u32;
+            params.out_begin[i] = columns as u32;
+            params.out_rows[i] = *n as u32;
+            tiles += n.div_ceil(caps.gemm_lanes as usize);
+            columns += n;
+        }
+        let buffers = [&u, &factors.pool, &factors.index, ids, self.y];
+        rec.dispatch(pass, &expand, bytemuck::bytes_of(&params), &buffers, &grid(expand_columns)?);
+        Ok(())
+    }
+}

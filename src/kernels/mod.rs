@@ -1,0 +1,29 @@
+//! The stages on the device, one file each: its shader, parameter block and how it is recorded.
+//!
+//! A stage is a struct of named arguments with one verb, `record`, which takes the caller's compute pass. Nothing here
+//! submits, waits or branches on device limits: variants come from [`crate::plan`].
+
+pub mod linker;
+pub mod params;
+pub mod recording;
+
+pub mod route;
+pub mod localise;
+pub mod remap;
+pub mod align;
+pub mod expert_gemm;
+pub mod lora;
+pub mod activation;
+pub mod combine;
+pub mod embed;
+pub mod norm;
+pub mod rope;
+pub mod attention;
+pub mod sample;
+
+pub use recording::{Grid, Recording, View};
+
+/// Workgroups of 64 invocations that cover `n` items, folded.
+pub(crate) fn cover(n: usize) -> Grid {
+    Grid::folded(1, n.div_ceil(64) as u32)
+}

@@ -1,0 +1,197 @@
+//! What recorded work needs until the device has finished it: parameters, scratch buffers and bind groups.
+
+use std::collections::HashMap;
+
+use crate::error::Result;
+use crate::gpu::Gpu;
+use crate::kernels::linker::Pipeline;
+
+/// A part of a storage buffer. Offsets are multiples of 256 bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct View {
+    /// The buffer.
+    pub buffer: wgpu::Buffer,
+    /// First byte.
+    pub offset: u64,
+    /// Bytes.
+    pub size: u64,
+}
+
+impl View {
+    /// The whole of `buffer`.
+    pub fn whole(buffer: &wgpu::Buffer) -> Self {
+        Self { buffer: buffer.clone(), offset: 0, size: buffer.size() }
+    }
+
+    fn binding(&self) -> wgpu::BindingResource<'_> {
+        wgpu::BindingResource::Buffer(wgpu::BufferBinding {
+            buffer: &self.buffer,
+            offset: self.offset,
+            size: std::num::NonZeroU64::new(self.size),
+        })
+    }
+}
+
+impl From<&wgpu::Buffer> for View {
+    fn from(buffer: &wgpu::Buffer) -> Self {
+        Self::whole(buffer)
+    }
+}
+
+/// How many workgroups a dispatch has.
+#[derive(Debug, Clone)]
+pub enum Grid {
+    /// Known on the host.
+    Direct([u32; 3]),
+    /// Three u32 at this byte of a buffer that an earlier stage writes.
+    Indirect(wgpu::Buffer, u64),
+}
+
+impl Grid {
+    /// `columns` workgroups in x and `n` folded over y and z, as every consumer of tiles or pairs expects it.
+    pub fn folded(columns: u32, n: u32) -> Self {
+        Self::Direct([columns, n.min(MAX_GROUPS), n.div_ceil(MAX_GROUPS).max(1)])
+    }
+}
+
+/// Workgroups that every device allows in one dimension.
+pub const MAX_GROUPS: u32 = 65_535;
+
+/// Parameter blocks start at multiples of this; no device asks for more.
+const PARAMS_STRIDE: u64 = 256;
+const CHUNK_BYTES: u64 = 1 << 18;
+
+struct Chunk {
+    buffer: wgpu::Buffer,
+    bytes: Vec<u8>,
+    flushed: usize,
+}
+
+/// Owns the parameters and scratch of recorded work.
+///
+/// Stages record into the caller's pass and leave their parameters here. Call [`Recording::flush`] before the commands
+/// are submitted. Several recordings can precede one submission. After a submission [`Recording::reset`] may follow at
+/// once: the queue runs in order, so new parameters and reused scratch cannot overtake work already submitted.
+pub struct Recording {
+    gpu: Gpu,
+    chunks: Vec<Chunk>,
+    current: usize,
+    scratch: HashMap<&'static str, wgpu::Buffer>,
+    groups: HashMap<(usize, wgpu::BindGroupLayout, Vec<View>), wgpu::BindGroup>,
+}
+
+impl Recording {
+    /// An empty recording on `gpu`.
+    pub fn new(gpu: &Gpu) -> Self {
+        Self { gpu: gpu.clone(), chunks: Vec::new(), current: 0, scratch: HashMap::new(), groups: HashMap::new() }
+    }
+
+    /// The device it records for.
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// A scratch buffer of at least `bytes`. The same label gives the same buffer, so that layers recorded one after
+    /// the other share it; its contents are those of its last use.
+    ///
+    /// # Errors
+    /// As [`Gpu::buffer`].
+    pub fn scratch(&mut self, label: &'static str, bytes: u64) -> Result<View> {
+        let enough = self.scratch.get(label).is_some_and(|b| b.size() >= bytes);
+        if !enough {
+            // Half as much again, so that slowly growing batches do not replace the buffer at each step.
+            let had = self.scratch.get(label).map_or(0, wgpu::Buffer::size);
+            let size = if had == 0 { bytes } else { bytes.max(had + had / 2) };
+            let size = size.min(self.gpu.info().max_buffer_bytes).max(bytes);
+            let made = self.gpu.buffer(label, size, wgpu::BufferUsages::INDIRECT)?;
+            self.scratch.insert(label, made);
+            self.groups.clear();
+        }
+        let buffer = self.scratch[label].clone();
+        let size = bytes.max(16).next_multiple_of(16).min(buffer.size());
+        Ok(View { buffer, offset: 0, size })
+    }
+
+    /// Records one dispatch: `params` at binding 0, then `buffers` in the order of the shader's bindings.
+    pub fn dispatch(&mut self, pass: &mut wgpu::ComputePass<'_>, pipeline: &Pipeline, params: &[u8], buffers: &[&View], grid: &Grid) {
+        debug_assert_eq!(buffers.len(), pipeline.buffers, "{}", pipeline.label);
+        if let Grid::Direct(n) = grid
+            && n.contains(&0)
+        {
+            return;
+        }
+        let (chunk, offset) = self.push(params);
+        let key = (chunk, pipeline.layout.clone(), buffers.iter().map(|v| (*v).clone()).collect::<Vec<_>>());
+        let gpu = &self.gpu;
+        let uniform = &self.chunks[chunk].buffer;
+        let group = self.groups.entry(key).or_insert_with(|| {
+            let mut entries = vec![wgpu::BindGroupEntry {
+                binding: 0,
+                resource: wgpu::BindingResource::Buffer(wgpu::BufferBinding {
+                    buffer: uniform,
+                    offset: 0,
+                    size: std::num::NonZeroU64::new(PARAMS_STRIDE),
+                }),
+            }];
+            for (i, v) in buffers.iter().enumerate() {
+                entries.push(wgpu::BindGroupEntry { binding: i as u32 + 1, resource: v.binding() });
+            }
+            gpu.device().create_bind_group(&wgpu::BindGroupDescriptor { label: Some(&pipeline.label), layout: &pipeline.layout, entries: &entries })
+        });
+        pass.set_pipeline(&pipeline.raw);
+        pass.set_bind_group(0, &*group, &[offset]);
+        match grid {
+            Grid::Direct([x, y, z]) => pass.dispatch_workgroups(*x, *y, *z),
+            Grid::Indirect(buffer, at) => pass.dispatch_workgroups_indirect(buffer, *at),
+        }
+    }
+
+    fn push(&mut self, params: &[u8]) -> (usize, u32) {
+        if self.chunks.get(self.current).is_some_and(|c| c.bytes.len() as u64 + PARAMS_STRIDE > CHUNK_BYTES) {
+            self.current += 1;
+        }
+        if self.chunks.len() == self.current {
+            let buffer = self.gpu.device().create_buffer(&wgpu::BufferDescriptor {
+                label: Some("params"),
+                size: CHUNK_BYTES,
+                usage: wgpu::BufferUsages::UNIFORM | wgpu::BufferUsages::COPY_DST,
+                mapped_at_creation: false,
+            });
+            self.chunks.push(Chunk { buffer, bytes: Vec::new(), flushed: 0 });
+        }
+        let chunk = &mut self.chunks[self.current];
+        let offset = chunk.bytes.len();
+        chunk.bytes.extend_from_slice(params);
+        chunk.bytes.resize(offset + PARAMS_STRIDE as usize, 0);
+        (self.current, offset as u32)
+    }
+
+    /// Sends the parameters recorded since the last flush to the device. Must precede the submission of the commands.
+    pub fn flush(&mut self) {
+        for chunk in &mut self.chunks {
+            if chunk.flushed < chunk.bytes.len() {
+                self.gpu.queue().write_buffer(&chunk.buffer, chunk.flushed as u64, &chunk.bytes[chunk.flushed..]);
+                chunk.flushed = chunk.bytes.len();
+            }
+        }
+    }
+
+    /// Starts over, keeping buffers and bind groups.
+    pub fn reset(&mut self) {
+        for chunk in &mut self.chunks {
+            debug_assert_eq!(chunk.flushed, chunk.bytes.len(), "a recording was reset before its parameters were flushed");
+            chunk.bytes.clear();
+            chunk.flushed = 0;
+        }
+        self.current = 0;
+        // Weights that were freed must not live on in bind groups for ever.
+        if self.groups.len() > 1 << 16 {
+            self.groups.clear();
+        }
+    }
+
+    /// Forgets cached bind groups, and with them the buffers they hold; after an adapter's buffers were replaced.
+    pub fn forget_bindings(&mut self) {
+        self.groups.clear();
+    }
+}

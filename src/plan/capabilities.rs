@@ -1,0 +1,60 @@
+//! What the kernels may assume of a device, and the variants that follow from it.
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::gpu::{GpuInfo, Tier};
+
+/// Decisions that depend on the device alone. Everything else in the crate asks this instead of limits or features.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Capabilities {
+    /// The tier these decisions are for.
+    pub tier: Tier,
+    /// Largest storage binding in bytes.
+    pub max_binding_bytes: u64,
+    /// Alignment of the dynamic offsets of parameters, in bytes.
+    pub uniform_alignment: u64,
+    /// Subgroup operations may be used, with any size from 4.
+    pub subgroup: bool,
+    /// Invocations of the workgroups that reduce one row (norm, route, attention, sample).
+    pub row_lanes: u32,
+    /// Such a workgroup is exactly one subgroup, so it needs no barrier. Only where the size is fixed.
+    pub one_subgroup: bool,
+    /// Invocations of a matrix-product workgroup.
+    pub gemm_lanes: u32,
+    /// Multiply-accumulates that one submission may hold (a desktop driver resets a device after about two seconds).
+    pub macs_per_submission: u64,
+}
+
+impl Capabilities {
+    /// Decides for one device.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Device`] naming the limit that is too small.
+    pub fn new(info: &GpuInfo, limits: &wgpu::Limits, downlevel: wgpu::DownlevelFlags, tier: Tier) -> Result<Self> {
+        for (name, got, need) in [
+            ("max_storage_buffers_per_shader_stage", limits.max_storage_buffers_per_shader_stage, 8),
+            ("max_compute_invocations_per_workgroup", limits.max_compute_invocations_per_workgroup, 256),
+            ("max_compute_workgroup_storage_size", limits.max_compute_workgroup_storage_size, 16 << 10),
+            ("max_compute_workgroups_per_dimension", limits.max_compute_workgroups_per_dimension, 65_535),
+        ] {
+            if got < need {
+                return Err(Error::new(ErrorKind::Device, format!("device `{}`: {name} is {got}, expected {need} or more", info.name)));
+            }
+        }
+        if !downlevel.contains(wgpu::DownlevelFlags::COMPUTE_SHADERS | wgpu::DownlevelFlags::INDIRECT_EXECUTION) {
+            return Err(Error::new(ErrorKind::Device, format!("device `{}`: no compute shaders or no indirect dispatch", info.name)));
+        }
+        let (min, max) = info.subgroup_sizes;
+        let subgroup = tier >= Tier::Subgroup;
+        let one_subgroup = subgroup && min == max && (4..=128).contains(&min);
+        Ok(Self {
+            tier,
+            max_binding_bytes: limits.max_storage_buffer_binding_size,
+            uniform_alignment: u64::from(limits.min_uniform_buffer_offset_alignment).max(16),
+            subgroup,
+            row_lanes: if one_subgroup { min } else { 64 },
+            one_subgroup,
+            gemm_lanes: if info.software { 16 } else { 64 },
+            macs_per_submission: if info.software { 100_000_000 } else { 200_000_000_000 },
+        })
+    }
+}

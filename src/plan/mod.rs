@@ -1,0 +1,4 @@
+//! Pure decisions, without a device: which kernel variants run, how tensors are cut, how work is split.
+
+pub mod capabilities;
+pub mod pieces;
