@@ -5,7 +5,7 @@ use crate::activation::Activation;
 
 /// Semantics: `out[p] = act(gate[p]) · up[p]`, as [`Activation`] defines it for each kind.
 ///
-/// `gate_up`: [P, 2F] ([P, F] without a gate), `ids`: [P], `out`: [P, F]. Rows of negative ids are neither read nor
+/// `gate_up`: `[P, 2F]` (`[P, F]` without a gate), `ids`: `[P]`, `out`: `[P, F]`. Rows of negative ids are neither read nor
 /// written.
 pub fn activation(gate_up: &[f32], ids: &[i32], f: usize, kind: Activation, out: &mut [f32]) {
     let columns = kind.input_columns(f);

@@ -6,19 +6,19 @@ use crate::shape::align_capacity;
 /// What [`align`] returns; C is [`align_capacity`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Aligned {
-    /// [C]: pairs in bucket order; P in the padding and past the count.
+    /// `[C]`: pairs in bucket order; P in the padding and past the count.
     pub sorted_token_ids: Vec<i32>,
-    /// [C / B]: the bucket of each tile; -1 for tiles of the sentinel bucket and past the count.
+    /// `[C / B]`: the bucket of each tile; -1 for tiles of the sentinel bucket and past the count.
     pub expert_ids: Vec<i32>,
     /// Slots in use, padding and sentinel bucket included; a multiple of B.
     pub num_tokens_post_padded: u32,
-    /// Workgroups [x, y, z] of each consumer: x column tiles, y·z at least the tiles before the sentinel bucket.
+    /// Workgroups `[x, y, z]` of each consumer: x column tiles, y·z at least the tiles before the sentinel bucket.
     pub dispatch: Vec<[u32; 3]>,
 }
 
 /// Semantics: `sorted_token_ids` = pairs 0..P stably sorted by bucket, each bucket padded with P to a multiple of B.
 ///
-/// `ids`: [P], `consumers`: column tiles of each. Ids outside 0..N go to the sentinel bucket N, the last one: counted in
+/// `ids`: `[P]`, `consumers`: column tiles of each. Ids outside 0..N go to the sentinel bucket N, the last one: counted in
 /// `num_tokens_post_padded`, not in the dispatch arguments. With n tiles before it, y = min(n, 65535) and
 /// z = ceil(n / 65535), at least 1; a consumer's tile is z_index·65535 + y_index.
 pub fn align(ids: &[i32], buckets: usize, tile: usize, consumers: &[u32]) -> Aligned {

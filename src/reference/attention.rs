@@ -15,8 +15,8 @@ pub struct AttentionShape {
 
 /// Semantics: `out[t,h] = Σ_j softmax_j(scale · q[t,h]·k[j,g]) · v[j,g]` over j <= start + t, with g = h / (heads / kv_heads).
 ///
-/// `q`: [T, heads, head_dim] at positions start..start + T of one sequence, `k` and `v`: [S, kv_heads, head_dim] with
-/// S >= start + T, `out`: [T, heads, head_dim]. Keys past a query's position are not read.
+/// `q`: `[T, heads, head_dim]` at positions start..start + T of one sequence, `k` and `v`: `[S, kv_heads, head_dim]` with
+/// S >= start + T, `out`: `[T, heads, head_dim]`. Keys past a query's position are not read.
 pub fn attention(
     q: &[f32],
     k: &[f32],

@@ -2,7 +2,7 @@
 
 /// Semantics: `out[t] = Σ_k weights[t·A + k] · y[t·A + k]`, or `out[t] += …` with `accumulate`.
 ///
-/// `y`: [P, D], `weights`: [P], `ids`: [P] localised, `out`: [T, D]. Pairs with a negative id are skipped: neither their
+/// `y`: `[P, D]`, `weights`: `[P]`, `ids`: `[P]` localised, `out`: `[T, D]`. Pairs with a negative id are skipped: neither their
 /// rows nor their weights are read. A token without pairs gets zeros (or keeps its row with `accumulate`).
 pub fn combine(
     y: &[f32],

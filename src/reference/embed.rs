@@ -2,7 +2,7 @@
 
 /// Semantics: `out[t] = table[ids[t]]`.
 ///
-/// `table`: [vocab, D], `ids`: [T], `out`: [T, D]. An id outside the vocabulary gives zeros.
+/// `table`: `[vocab, D]`, `ids`: `[T]`, `out`: `[T, D]`. An id outside the vocabulary gives zeros.
 pub fn embed(table: &[f32], ids: &[u32], d: usize, out: &mut [f32]) {
     assert_eq!(out.len(), ids.len() * d, "out: [T, D]");
     let vocab = table.len() / d;

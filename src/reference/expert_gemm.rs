@@ -4,7 +4,7 @@ use super::index;
 
 /// Semantics: `y[p] = w[ids[p]] · x[p / row_div]`.
 ///
-/// `x`: [rows, in], `w`: [E_l, out, in], `ids`: [P], `y`: [P, out]. `row_div` is A for gate and up (x has T rows) and 1
+/// `x`: `[rows, in]`, `w`: `[E_l, out, in]`, `ids`: `[P]`, `y`: `[P, out]`. `row_div` is A for gate and up (x has T rows) and 1
 /// for down (x has P rows). Rows of ids outside 0..E_l are left alone, and the x rows of such pairs are not read.
 pub fn expert_gemm(
     x: &[f32],
@@ -40,7 +40,7 @@ pub fn expert_gemm(
 
 /// Semantics: `y[p] += bias[ids[p]]`.
 ///
-/// `bias`: [E_l, out], `ids`: [P], `y`: [P, out]. Rows of ids outside 0..E_l are left alone.
+/// `bias`: `[E_l, out]`, `ids`: `[P]`, `y`: `[P, out]`. Rows of ids outside 0..E_l are left alone.
 pub fn expert_bias(bias: &[f32], ids: &[i32], out_dim: usize, y: &mut [f32]) {
     assert_eq!(y.len(), ids.len() * out_dim, "y: [P, out]");
     let experts_local = bias.len() / out_dim;

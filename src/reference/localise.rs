@@ -4,7 +4,7 @@ use super::index;
 
 /// Semantics: `local[p] = table[ids[p]]`, -1 where the expert is not held here.
 ///
-/// `ids`: [P] with P = T·A, `table`: [E] global -> local or -1, result [P]. A negative id keeps its bits, an id >= E
+/// `ids`: `[P]` with P = T·A, `table`: `[E]` global -> local or -1, result `[P]`. A negative id keeps its bits, an id >= E
 /// becomes -1. Pairs of rows from `rows_valid` on (p / A >= `rows_valid`) become -1 after the look-up, whatever their id.
 pub fn localise(ids: &[i32], table: &[i32], rows_valid: usize, top_k: usize) -> Vec<i32> {
     let mut local = vec![-1; ids.len()];

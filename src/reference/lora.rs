@@ -9,15 +9,15 @@ pub struct Factors<'a> {
     pub rank: usize,
     /// s: alpha / R, or alpha / sqrt(R) with rsLoRA.
     pub scale: f32,
-    /// [R, in]
+    /// `[R, in]`
     pub a: &'a [f32],
-    /// [out, R]
+    /// `[out, R]`
     pub b: &'a [f32],
 }
 
 /// Semantics: `y[p, y_column..][..out] += s · B · (A · x[p / row_div])`.
 ///
-/// `x`: [rows, in], `virtual_ids`: [P], `y`: [P, y_stride], of which columns y_column..y_column + out change. `factors`
+/// `x`: `[rows, in]`, `virtual_ids`: `[P]`, `y`: `[P, y_stride]`, of which columns y_column..y_column + out change. `factors`
 /// maps a virtual id (slot·E_l + expert) to what is loaded there. Pairs with a negative id or without factors are left
 /// alone and their rows are not read; unshifted ids must be masked by the caller. The shrunk vector A·x stays f64.
 pub fn lora<'a>(

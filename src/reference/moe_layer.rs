@@ -17,30 +17,30 @@ pub struct MoeLayer<'a> {
     pub options: RouteOptions,
     /// Nonlinearity of the experts.
     pub activation: Activation,
-    /// [E]: global -> local id, -1 where another rank holds the expert.
+    /// `[E]`: global -> local id, -1 where another rank holds the expert.
     pub table: &'a [i32],
-    /// [E, D]
+    /// `[E, D]`
     pub router: &'a [f32],
-    /// [E]: selection bias.
+    /// `[E]`: selection bias.
     pub router_bias: Option<&'a [f32]>,
-    /// [E_l, 2F, D] ([E_l, F, D] without a gate)
+    /// `[E_l, 2F, D]` (`[E_l, F, D]` without a gate)
     pub gate_up: &'a [f32],
-    /// [E_l, 2F]
+    /// `[E_l, 2F]`
     pub gate_up_bias: Option<&'a [f32]>,
-    /// [E_l, D, F]
+    /// `[E_l, D, F]`
     pub down: &'a [f32],
-    /// [E_l, D]
+    /// `[E_l, D]`
     pub down_bias: Option<&'a [f32]>,
 }
 
 /// What [`moe_layer`] returns.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MoeOutput {
-    /// [T, D]: this rank's partial sum, without residual and shared experts.
+    /// `[T, D]`: this rank's partial sum, without residual and shared experts.
     pub out: Vec<f32>,
-    /// [T, A] over global ids.
+    /// `[T, A]` over global ids.
     pub routed: Routed,
-    /// [P]: localised ids.
+    /// `[P]`: localised ids.
     pub local_ids: Vec<i32>,
     /// Status bits of all stages.
     pub status: u32,
@@ -48,7 +48,7 @@ pub struct MoeOutput {
 
 /// Semantics: `out[t] = Σ_k w[t,k] · W_down' · act(W_gate_up' · x[t])` with `W' = W + s·B·A` of the token's adapter.
 ///
-/// `x`: [T, D], `token_lora_mapping`: [T], slots L. `factors` maps a site (`ExpertGate`, `ExpertUp`, `ExpertDown`) and a
+/// `x`: `[T, D]`, `token_lora_mapping`: `[T]`, slots L. `factors` maps a site (`ExpertGate`, `ExpertUp`, `ExpertDown`) and a
 /// virtual id (slot·E_l + local expert) to what is loaded there; gate and up factors have F rows, however the activation
 /// lays its columns out. An MLP without a gate takes `ExpertUp`.
 pub fn moe_layer<'a>(
@@ -130,7 +130,7 @@ pub fn moe_layer<'a>(
     }
 }
 
-/// Semantics: `logits[t] = router · x[t]`; [T, E].
+/// Semantics: `logits[t] = router · x[t]`; `[T, E]`.
 fn router_logits(x: &[f32], router: &[f32], tokens: usize, experts: usize, d: usize) -> Vec<f32> {
     let mut logits = vec![0.0; tokens * experts];
     // The router is one expert that every token visits.
@@ -138,7 +138,7 @@ fn router_logits(x: &[f32], router: &[f32], tokens: usize, experts: usize, d: us
     logits
 }
 
-/// [`lora`] on every second column of `y`: [P, 2·out], from column `first`.
+/// [`lora`] on every second column of `y`: `[P, 2·out]`, from column `first`.
 fn lora_interleaved<'a>(
     x: &[f32],
     row_div: usize,

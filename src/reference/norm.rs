@@ -2,7 +2,7 @@
 
 /// Semantics: `out[t] = weight · x[t] / sqrt(mean(x[t]²) + eps)`.
 ///
-/// `x`: [T, D], `weight`: [D], `out`: [T, D]; D is the length of `weight`.
+/// `x`: `[T, D]`, `weight`: `[D]`, `out`: `[T, D]`; D is the length of `weight`.
 pub fn rms_norm(x: &[f32], weight: &[f32], eps: f64, out: &mut [f32]) {
     let d = weight.len();
     assert_eq!(x.len() % d, 0, "x: [T, D]");

@@ -6,9 +6,9 @@ use crate::router::{NoAdapter, STATUS_ID, STATUS_SLOT};
 /// What [`remap`] returns.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remapped {
-    /// `virtual_topk_ids`: [P], id + slot·E_l in 0..V, or negative.
+    /// `virtual_topk_ids`: `[P]`, id + slot·E_l in 0..V, or negative.
     pub virtual_topk_ids: Vec<i32>,
-    /// `lora_mask`: [T], 1 for a token with an adapter, else 0.
+    /// `lora_mask`: `[T]`, 1 for a token with an adapter, else 0.
     pub lora_mask: Vec<u32>,
     /// Status bits: `STATUS_SLOT`, `STATUS_ID` or 0.
     pub status: u32,
@@ -16,7 +16,7 @@ pub struct Remapped {
 
 /// Semantics: `virtual_topk_ids[p] = ids[p] + token_lora_mapping[p / A] · E_l`.
 ///
-/// `ids`: [P] localised, `token_lora_mapping`: [T], results [P] and [T]. A negative id keeps its bits. An id >= E_l
+/// `ids`: `[P]` localised, `token_lora_mapping`: `[T]`, results `[P]` and `[T]`. A negative id keeps its bits. An id >= E_l
 /// becomes -1, so that it cannot land in the range of the next slot. A slot < 0 is a token without adapter, a slot >= L
 /// counts as one; `mode` says what their ids become.
 pub fn remap(

@@ -2,7 +2,7 @@
 
 use super::rms_norm;
 
-/// Semantics: `result[i] = theta^(-2i / rotary_dim)`, result: [rotary_dim / 2].
+/// Semantics: `result[i] = theta^(-2i / rotary_dim)`, result: `[rotary_dim / 2]`.
 pub fn inverse_frequencies(theta: f64, rotary_dim: usize) -> Vec<f64> {
     let mut frequencies = Vec::new();
     for i in 0..rotary_dim / 2 {
@@ -13,8 +13,8 @@ pub fn inverse_frequencies(theta: f64, rotary_dim: usize) -> Vec<f64> {
 
 /// Semantics: `x[t,h] = n·cos + rotate_half(n)·sin` with `n = rms_norm(x[t,h])`, angle = position · inverse frequency.
 ///
-/// `x`: [T, heads, head_dim], in place; `norm_weight`: [head_dim], None for models without head norm; `positions`: [T];
-/// `inverse_frequencies`: [rotary_dim / 2]. Element i turns with element i + rotary_dim / 2 (the halves, not neighbours);
+/// `x`: `[T, heads, head_dim]`, in place; `norm_weight`: `[head_dim]`, None for models without head norm; `positions`: `[T]`;
+/// `inverse_frequencies`: `[rotary_dim / 2]`. Element i turns with element i + rotary_dim / 2 (the halves, not neighbours);
 /// elements from rotary_dim on are normed only. cos and sin are f64.
 pub fn rope(
     x: &mut [f32],

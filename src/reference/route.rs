@@ -6,13 +6,13 @@ use crate::router::{GroupScore, RouteOptions, STATUS_NON_FINITE, Score};
 /// What [`route`] returns.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Routed {
-    /// `topk_ids`: [T, A], best first; -1 where no candidate was left.
+    /// `topk_ids`: `[T, A]`, best first; -1 where no candidate was left.
     pub ids: Vec<i32>,
-    /// `topk_weights`: [T, A]; 0 beside an id of -1.
+    /// `topk_weights`: `[T, A]`; 0 beside an id of -1.
     pub weights: Vec<f32>,
     /// Status bits: `STATUS_NON_FINITE` or 0.
     pub status: u32,
-    /// [T]: the smallest difference of keys that decided the ids of the token: between neighbours from the best to the
+    /// `[T]`: the smallest difference of keys that decided the ids of the token: between neighbours from the best to the
     /// first not selected, and between the last kept and the first dropped group. +inf where nothing was decided.
     /// A kernel that computes its keys in f32 owes the same ids only where this exceeds its error.
     pub gap: Vec<f32>,
@@ -20,7 +20,7 @@ pub struct Routed {
 
 /// Semantics: `ids[t] = argtop_A(key[t])`, `weights[t,k] = scale · score[t,ids[t,k]] / Σ_j score[t,ids[t,j]]`.
 ///
-/// `logits`: [T, E], `bias`: [E], results [T, A]. The key is the logit itself where the score is monotone in it (no bias
+/// `logits`: `[T, E]`, `bias`: `[E]`, results `[T, A]`. The key is the logit itself where the score is monotone in it (no bias
 /// and one group), else score + bias; the bias never reaches the weights, and without `renormalise` nothing divides.
 /// NaN counts as -inf, +inf as the largest finite, ties go to the lower index. Experts whose logit is -inf are no
 /// candidates and take no part in the softmax. A sum of zero leaves the weights at zero.
@@ -102,7 +102,7 @@ pub fn route(
     routed
 }
 
-/// Scores of one row of cleaned logits: [E]; 0 where the logit is -inf.
+/// Scores of one row of cleaned logits: `[E]`; 0 where the logit is -inf.
 fn scores(row: &[f32], score: Score) -> Vec<f64> {
     let mut scores = vec![0.0; row.len()];
     match score {
@@ -137,7 +137,7 @@ fn key_with_bias(score: f64, bias: f32) -> f64 {
     score + f64::from(cleaned(bias))
 }
 
-/// Takes the experts of all but the best groups out of `keys`: [E]; returns the gap between the groups.
+/// Takes the experts of all but the best groups out of `keys`: `[E]`; returns the gap between the groups.
 fn drop_groups(keys: &mut [f64], options: &RouteOptions) -> f64 {
     let groups = options.groups as usize;
     let size = keys.len() / groups;

@@ -4,7 +4,7 @@ use super::cleaned;
 
 /// Semantics: `argmax_i logits[i]`, the lower index of equals; NaN counts as -inf, +inf as the largest finite.
 ///
-/// `logits`: [vocab]. A row without finite logits gives 0.
+/// `logits`: `[vocab]`. A row without finite logits gives 0.
 pub fn argmax(logits: &[f32]) -> usize {
     let mut best = 0;
     for i in 1..logits.len() {
@@ -17,7 +17,7 @@ pub fn argmax(logits: &[f32]) -> usize {
 
 /// Semantics: the first i with `Σ_{j<=i} kept_j > u · Σ_j kept_j`, where kept are the probabilities that the filters leave.
 ///
-/// `logits`: [vocab], cleaned as in [`argmax`]; `u` in 0..1. Filters in order: entries at least as large as the
+/// `logits`: `[vocab]`, cleaned as in [`argmax`]; `u` in 0..1. Filters in order: entries at least as large as the
 /// `top_k`-th largest (0 keeps all); softmax of logit / temperature over those; the smallest set by falling probability
 /// whose mass reaches `top_p` (1 keeps all). Ties at either threshold all stay, so the result does not depend on a sort.
 /// A temperature of 0 is [`argmax`].

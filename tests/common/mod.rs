@@ -112,7 +112,7 @@ impl Routing {
         Self::EmptyExpert,
     ];
 
-    /// `topk_ids`: [T, A]; A <= E, and A < E for `EmptyExpert`.
+    /// `topk_ids`: `[T, A]`; A <= E, and A < E for `EmptyExpert`.
     pub fn ids(self, tokens: usize, top_k: usize, experts: usize, rng: &mut Rng) -> Vec<i32> {
         let mut ids = Vec::with_capacity(tokens * top_k);
         for t in 0..tokens {
@@ -173,7 +173,7 @@ impl AdapterMix {
         Self::Skewed,
     ];
 
-    /// `token_lora_mapping`: [T].
+    /// `token_lora_mapping`: `[T]`.
     pub fn mapping(self, tokens: usize, slots: usize, rng: &mut Rng) -> Vec<i32> {
         let mut mapping = Vec::with_capacity(tokens);
         for t in 0..tokens {
