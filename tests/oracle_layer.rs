@@ -175,26 +175,68 @@ fn a_mixed_batch_equals_a_merged_model_for_each_adapter() {
     });
 }
 
+/// Columns start..end of a row-major matrix.
+fn columns(w: &[f32], width: usize, start: usize, end: usize) -> Vec<f32> {
+    w.chunks(width)
+        .flat_map(|row| row[start..end].to_vec())
+        .collect()
+}
+
+/// World size 4 with two expert groups: experts are split by `rank / 2`, their width by `rank % 2`. Slicing by the outer
+/// rank instead reads past the width from rank 2 on.
 #[test]
-fn partial_sums_of_the_ranks_add_up_to_the_whole_layer() {
+fn partial_sums_of_four_ranks_add_up_when_experts_and_their_width_are_split() {
+    let (d, f) = (SHAPE.hidden, SHAPE.expert_width);
     let weights = Weights::new(Activation::Silu);
     let layer = weights.layer(Activation::Silu);
     let mapping = [0, 1, -1, 1, 0, -1, 1, 1, 0];
     let whole = moe_layer(&layer, &weights.x, &mapping, SLOTS, &|s, v| {
         weights.factors(s, v)
     });
-    let gate_up_rows = weights.gate_up.len() / 2;
-    let down_rows = weights.down.len() / 2;
     let mut sum = vec![0.0; whole.out.len()];
-    for (rank, table) in [[0, 1, -1, -1], [-1, -1, 0, 1]].iter().enumerate() {
+    for rank in 0..4 {
+        let (ep_rank, moe_tp_rank) = (rank / 2, rank % 2);
+        let (start, end) = [(0, 3), (3, 5)][moe_tp_rank];
+        let width = end - start;
+        let (mut gate_up, mut down) = (Vec::new(), Vec::new());
+        for e in 2 * ep_rank..2 * ep_rank + 2 {
+            for half in [0, f] {
+                let base = e * 2 * f + half;
+                gate_up.extend_from_slice(&weights.gate_up[(base + start) * d..(base + end) * d]);
+            }
+            down.extend(columns(
+                &weights.down[e * d * f..(e + 1) * d * f],
+                f,
+                start,
+                end,
+            ));
+        }
+
+        // local virtual id -> that of the whole layer
+        let global = |v: usize| v / 2 * SHAPE.experts + ep_rank * 2 + v % 2;
+        let mut down_a = Vec::new();
+        for v in 0..SLOTS * 2 {
+            let factor = weights.factors(Site::ExpertDown, global(v)).unwrap();
+            down_a.push(columns(factor.a, f, start, end));
+        }
+        let factors = |site, v: usize| {
+            let mut factor = weights.factors(site, global(v))?;
+            match site {
+                Site::ExpertDown => factor.a = &down_a[v],
+                _ => factor.b = &factor.b[start * RANK..end * RANK],
+            }
+            Some(factor)
+        };
         let part = MoeLayer {
-            table,
-            gate_up: &weights.gate_up[rank * gate_up_rows..][..gate_up_rows],
-            down: &weights.down[rank * down_rows..][..down_rows],
+            shape: MoeShape {
+                expert_width: width,
+                ..SHAPE
+            },
+            table: [&[0, 1, -1, -1], &[-1, -1, 0, 1]][ep_rank],
+            gate_up: &gate_up,
+            down: &down,
             ..layer
         };
-        // local virtual ids to those of the whole layer
-        let factors = |s, v: usize| weights.factors(s, v / 2 * SHAPE.experts + rank * 2 + v % 2);
         let output = moe_layer(&part, &weights.x, &mapping, SLOTS, &factors);
         assert_eq!(output.routed, whole.routed);
         for i in 0..sum.len() {

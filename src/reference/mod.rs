@@ -5,7 +5,7 @@
 //! stages sum in f64 and round once, on store. Wrong lengths are bugs of the caller and panic with a message.
 //!
 //! A layer in order: [`route()`] → [`localise()`] → [`remap()`] → [`align()`] → [`expert_gemm()`] and [`lora()`] (gate, up) →
-//! [`activation()`] → [`expert_gemm()`] and [`lora()`] (down) → [`combine()`]. [`moe_layer`] is that line as code.
+//! [`activation()`] → [`expert_gemm()`] and [`lora()`] (down) → [`combine()`]. [`moe_layer()`] is that line as code.
 #![expect(
     clippy::needless_range_loop,
     clippy::too_many_arguments,
