@@ -2,9 +2,12 @@
 
 pub mod error;
 pub mod shape;
+pub mod router;
+pub mod activation;
 pub mod dtype;
 pub mod checkpoint;
 pub mod family;
 pub mod adapter;
+pub mod reference;
 
 pub use error::{Error, ErrorKind, Result};

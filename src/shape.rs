@@ -30,3 +30,15 @@ pub struct MoeShape {
     /// F: width of one expert.
     pub expert_width: usize,
 }
+
+/// C: slots that an alignment of P pairs over N buckets with tile height B can need, a multiple of B:
+/// roundup(P + min(P, N + 1)·(B - 1), B). The bucket beyond N is the sentinel's.
+pub const fn align_capacity(pairs: usize, buckets: usize, tile: usize) -> usize {
+    assert!(tile > 0, "the tile height must not be 0");
+    let filled = if pairs < buckets + 1 {
+        pairs
+    } else {
+        buckets + 1
+    };
+    (pairs + filled * (tile - 1)).next_multiple_of(tile)
+}
