@@ -5,6 +5,7 @@ pub mod shape;
 pub mod dtype;
 pub mod checkpoint;
 pub mod family;
+pub mod placement;
 pub mod adapter;
 
 pub use error::{Error, ErrorKind, Result};
