@@ -17,7 +17,7 @@ use untrusted::shown;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 pub use crate::family::ExpertPart;
-use crate::family::{LayerRole, Role};
+use crate::family::Role;
 
 /// Names that a message about missing or superfluous tensors shows of each side.
 const SAMPLES: usize = 3;
@@ -119,19 +119,20 @@ impl Checkpoint {
 
     /// The tensor that holds one projection of one expert, and how many rows precede it there.
     fn expert_tensor(&self, layer: usize, expert: usize, part: ExpertPart) -> Result<(TensorView<'_>, usize)> {
-        let single = Role::Layer { layer, role: LayerRole::Expert { expert, part } };
+        let single = part.role(layer, expert);
         if self.config.family.shape(single, &self.config).is_none() {
             let message = format!("`{}`: no expert {expert} in layer {layer}", self.dir.display());
             return Err(Error::new(ErrorKind::Tensor, message));
         }
         let (f, d) = (self.config.moe.expert_width, self.config.hidden);
-        let (fused, skip) = match part {
-            ExpertPart::Gate => (LayerRole::FusedGateUp, expert * 2 * f),
-            ExpertPart::Up => (LayerRole::FusedGateUp, expert * 2 * f + f),
-            ExpertPart::Down => (LayerRole::FusedDown, expert * d),
+        let skip = match part {
+            ExpertPart::Gate => expert * 2 * f,
+            ExpertPart::Up => expert * 2 * f + f,
+            ExpertPart::Down => expert * d,
         };
-        if self.has(Role::Layer { layer, role: fused }) {
-            return Ok((self.role(Role::Layer { layer, role: fused })?, skip));
+        let fused = part.fused_role(layer);
+        if self.has(fused) {
+            return Ok((self.role(fused)?, skip));
         }
         Ok((self.role(single)?, 0))
     }
@@ -154,13 +155,11 @@ impl Checkpoint {
             };
             self.check_tensor(name, &shape)?;
             match role {
-                Role::Layer { layer, role: LayerRole::FusedGateUp } => {
-                    fused.extend([(layer, ExpertPart::Gate), (layer, ExpertPart::Up)]);
-                }
-                Role::Layer { layer, role: LayerRole::FusedDown } => {
-                    fused.insert((layer, ExpertPart::Down));
-                }
-                Role::Layer { layer, role: LayerRole::Expert { part, .. } } => singles.push((layer, part, name)),
+                Role::FusedGateUp { layer } => fused.extend([(layer, ExpertPart::Gate), (layer, ExpertPart::Up)]),
+                Role::FusedDown { layer } => _ = fused.insert((layer, ExpertPart::Down)),
+                Role::ExpertGate { layer, .. } => singles.push((layer, ExpertPart::Gate, name)),
+                Role::ExpertUp { layer, .. } => singles.push((layer, ExpertPart::Up, name)),
+                Role::ExpertDown { layer, .. } => singles.push((layer, ExpertPart::Down, name)),
                 _ => {}
             }
         }
@@ -198,24 +197,32 @@ impl Checkpoint {
 
     /// The first few names the model needs and the files lack. Stops early: the model's sizes are a stranger's numbers.
     fn missing(&self, fused: &HashSet<(usize, ExpertPart)>) -> Vec<String> {
-        use LayerRole::*;
         let config = &self.config;
         let globals = [Some(Role::Embedding), Some(Role::FinalNorm), (!config.tie_embeddings).then_some(Role::LmHead)];
-        let attention = [InputNorm, PostAttentionNorm, QNorm, KNorm, Q, K, V, O];
         let in_layers = config.layers.iter().enumerate().flat_map(|(layer, mlp)| {
-            let mlp: &[LayerRole] = match mlp {
-                MlpKind::Experts => &[Router],
-                MlpKind::Dense => &[DenseGate, DenseUp, DenseDown],
+            let attention = [
+                Role::InputNorm { layer },
+                Role::PostAttentionNorm { layer },
+                Role::QNorm { layer },
+                Role::KNorm { layer },
+                Role::Q { layer },
+                Role::K { layer },
+                Role::V { layer },
+                Role::O { layer },
+            ];
+            let mlp = match mlp {
+                MlpKind::Experts => vec![Role::Router { layer }],
+                MlpKind::Dense => {
+                    vec![Role::DenseGate { layer }, Role::DenseUp { layer }, Role::DenseDown { layer }]
+                }
             };
-            attention.iter().chain(mlp).map(move |&role| Role::Layer { layer, role })
+            attention.into_iter().chain(mlp)
         });
         let with_experts = (0..config.layers.len()).filter(|&layer| config.layers[layer] == MlpKind::Experts);
         let experts = with_experts
             .flat_map(|layer| ExpertPart::ALL.map(|part| (layer, part)))
             .filter(|key| !fused.contains(key))
-            .flat_map(|(layer, part)| {
-                (0..config.moe.experts).map(move |expert| Role::Layer { layer, role: Expert { expert, part } })
-            });
+            .flat_map(|(layer, part)| (0..config.moe.experts).map(move |expert| part.role(layer, expert)));
         let needed = globals.into_iter().flatten().chain(in_layers).chain(experts);
         let missing = needed.filter(|role| !self.has(*role)).take(SAMPLES + 1);
         missing.map(|role| format!("`{}`", config.family.tensor_name(role))).collect()

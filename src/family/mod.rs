@@ -22,54 +22,97 @@ pub enum Role {
     LmHead,
     /// Norm after the last layer, `[D]`.
     FinalNorm,
-    /// A tensor of one decoder layer.
-    Layer {
+    /// Norm in front of attention, `[D]`.
+    InputNorm {
         /// Decoder layer, from 0.
         layer: usize,
-        /// What it is there.
-        role: LayerRole,
     },
-}
-
-/// What a tensor of one decoder layer is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[non_exhaustive]
-pub enum LayerRole {
-    /// Norm in front of attention, `[D]`.
-    InputNorm,
     /// Norm in front of the MLP, `[D]`.
-    PostAttentionNorm,
+    PostAttentionNorm {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
     /// Norm of each query head, `[head_dim]`.
-    QNorm,
+    QNorm {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
     /// Norm of each key head, `[head_dim]`.
-    KNorm,
+    KNorm {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
     /// Query projection, `[heads·head_dim, D]`.
-    Q,
+    Q {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
     /// Key projection, `[kv_heads·head_dim, D]`.
-    K,
+    K {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
     /// Value projection, `[kv_heads·head_dim, D]`.
-    V,
+    V {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
     /// Output projection, `[D, heads·head_dim]`.
-    O,
+    O {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
     /// Router, `[E, D]`.
-    Router,
+    Router {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
     /// Gate projection of a dense MLP, `[dense_width, D]`.
-    DenseGate,
+    DenseGate {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
     /// Up projection of a dense MLP, `[dense_width, D]`.
-    DenseUp,
+    DenseUp {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
     /// Down projection of a dense MLP, `[D, dense_width]`.
-    DenseDown,
-    /// One projection of one expert: gate and up `[F, D]`, down `[D, F]`.
-    Expert {
+    DenseDown {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
+    /// Gate projection of one expert, `[F, D]`.
+    ExpertGate {
+        /// Decoder layer, from 0.
+        layer: usize,
         /// Global expert id.
         expert: usize,
-        /// Which projection.
-        part: ExpertPart,
     },
-    /// Gate and up of all experts, `[E, 2F, D]`; gate rows first.
-    FusedGateUp,
-    /// Down of all experts, `[E, D, F]`.
-    FusedDown,
+    /// Up projection of one expert, `[F, D]`.
+    ExpertUp {
+        /// Decoder layer, from 0.
+        layer: usize,
+        /// Global expert id.
+        expert: usize,
+    },
+    /// Down projection of one expert, `[D, F]`.
+    ExpertDown {
+        /// Decoder layer, from 0.
+        layer: usize,
+        /// Global expert id.
+        expert: usize,
+    },
+    /// Gate and up projections of all experts, `[E, 2F, D]`; gate rows first.
+    FusedGateUp {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
+    /// Down projections of all experts, `[E, D, F]`.
+    FusedDown {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
 }
 
 /// One of the three projections of an expert.
@@ -86,6 +129,23 @@ pub enum ExpertPart {
 impl ExpertPart {
     /// The three, in the order they are used.
     pub const ALL: [Self; 3] = [Self::Gate, Self::Up, Self::Down];
+
+    /// The role of the tensor that holds this projection of one expert alone.
+    pub const fn role(self, layer: usize, expert: usize) -> Role {
+        match self {
+            Self::Gate => Role::ExpertGate { layer, expert },
+            Self::Up => Role::ExpertUp { layer, expert },
+            Self::Down => Role::ExpertDown { layer, expert },
+        }
+    }
+
+    /// The role of the tensor that holds this projection of all experts.
+    pub const fn fused_role(self, layer: usize) -> Role {
+        match self {
+            Self::Gate | Self::Up => Role::FusedGateUp { layer },
+            Self::Down => Role::FusedDown { layer },
+        }
+    }
 }
 
 impl Family {

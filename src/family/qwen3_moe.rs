@@ -1,6 +1,6 @@
 //! Tensor names of Qwen3-MoE, from `modeling_qwen3_moe.py` of transformers 4.57 and 5 (fused experts: 5 only).
 
-use super::{ExpertPart, LayerRole, Role};
+use super::{ExpertPart, Role};
 use crate::checkpoint::{MlpKind, ModelConfig};
 
 /// Tensors outside the layers.
@@ -14,21 +14,21 @@ const GLOBAL: [(&str, Role); 3] = [
 const LAYER: &str = "model.layers.";
 
 /// Tensors of a layer, by what follows the layer number and a dot.
-const IN_LAYER: [(&str, LayerRole); 14] = [
-    ("input_layernorm.weight", LayerRole::InputNorm),
-    ("post_attention_layernorm.weight", LayerRole::PostAttentionNorm),
-    ("self_attn.q_norm.weight", LayerRole::QNorm),
-    ("self_attn.k_norm.weight", LayerRole::KNorm),
-    ("self_attn.q_proj.weight", LayerRole::Q),
-    ("self_attn.k_proj.weight", LayerRole::K),
-    ("self_attn.v_proj.weight", LayerRole::V),
-    ("self_attn.o_proj.weight", LayerRole::O),
-    ("mlp.gate.weight", LayerRole::Router),
-    ("mlp.gate_proj.weight", LayerRole::DenseGate),
-    ("mlp.up_proj.weight", LayerRole::DenseUp),
-    ("mlp.down_proj.weight", LayerRole::DenseDown),
-    ("mlp.experts.gate_up_proj", LayerRole::FusedGateUp),
-    ("mlp.experts.down_proj", LayerRole::FusedDown),
+const IN_LAYER: [(&str, fn(usize) -> Role); 14] = [
+    ("input_layernorm.weight", |layer| Role::InputNorm { layer }),
+    ("post_attention_layernorm.weight", |layer| Role::PostAttentionNorm { layer }),
+    ("self_attn.q_norm.weight", |layer| Role::QNorm { layer }),
+    ("self_attn.k_norm.weight", |layer| Role::KNorm { layer }),
+    ("self_attn.q_proj.weight", |layer| Role::Q { layer }),
+    ("self_attn.k_proj.weight", |layer| Role::K { layer }),
+    ("self_attn.v_proj.weight", |layer| Role::V { layer }),
+    ("self_attn.o_proj.weight", |layer| Role::O { layer }),
+    ("mlp.gate.weight", |layer| Role::Router { layer }),
+    ("mlp.gate_proj.weight", |layer| Role::DenseGate { layer }),
+    ("mlp.up_proj.weight", |layer| Role::DenseUp { layer }),
+    ("mlp.down_proj.weight", |layer| Role::DenseDown { layer }),
+    ("mlp.experts.gate_up_proj", |layer| Role::FusedGateUp { layer }),
+    ("mlp.experts.down_proj", |layer| Role::FusedDown { layer }),
 ];
 
 /// What precedes the expert number.
@@ -44,31 +44,46 @@ pub fn role(name: &str) -> Option<Role> {
         return Some(*role);
     }
     let (layer, rest) = numbered(name.strip_prefix(LAYER)?)?;
-    let role = match IN_LAYER.iter().find(|(n, _)| *n == rest) {
-        Some((_, role)) => *role,
-        None => {
-            let (expert, rest) = numbered(rest.strip_prefix(EXPERT)?)?;
-            let (_, part) = IN_EXPERT.iter().find(|(n, _)| *n == rest)?;
-            LayerRole::Expert { expert, part: *part }
-        }
-    };
-    Some(Role::Layer { layer, role })
+    if let Some((_, role)) = IN_LAYER.iter().find(|(n, _)| *n == rest) {
+        return Some(role(layer));
+    }
+    let (expert, rest) = numbered(rest.strip_prefix(EXPERT)?)?;
+    let (_, part) = IN_EXPERT.iter().find(|(n, _)| *n == rest)?;
+    Some(part.role(layer, expert))
 }
 
 /// The name of the tensor with this role.
 pub fn tensor_name(role: Role) -> String {
-    // Every table holds every role it is asked for, so the empty default is never seen (the tests go through all).
-    let (layer, role) = match role {
-        Role::Layer { layer, role } => (layer, role),
-        global => return GLOBAL.iter().find(|(_, r)| *r == global).map_or("", |(n, _)| n).to_owned(),
+    let (layer, part) = match role {
+        Role::Embedding => return "model.embed_tokens.weight".to_owned(),
+        Role::LmHead => return "lm_head.weight".to_owned(),
+        Role::FinalNorm => return "model.norm.weight".to_owned(),
+        Role::ExpertGate { layer, expert } => (layer, Some((expert, ExpertPart::Gate))),
+        Role::ExpertUp { layer, expert } => (layer, Some((expert, ExpertPart::Up))),
+        Role::ExpertDown { layer, expert } => (layer, Some((expert, ExpertPart::Down))),
+        Role::InputNorm { layer }
+        | Role::PostAttentionNorm { layer }
+        | Role::QNorm { layer }
+        | Role::KNorm { layer }
+        | Role::Q { layer }
+        | Role::K { layer }
+        | Role::V { layer }
+        | Role::O { layer }
+        | Role::Router { layer }
+        | Role::DenseGate { layer }
+        | Role::DenseUp { layer }
+        | Role::DenseDown { layer }
+        | Role::FusedGateUp { layer }
+        | Role::FusedDown { layer } => (layer, None),
     };
-    match role {
-        LayerRole::Expert { expert, part } => {
+    // Every table holds every role it is asked for, so the empty default is never seen (the tests go through all).
+    match part {
+        Some((expert, part)) => {
             let rest = IN_EXPERT.iter().find(|(_, p)| *p == part).map_or("", |(n, _)| n);
             format!("{LAYER}{layer}.{EXPERT}{expert}.{rest}")
         }
-        role => {
-            let rest = IN_LAYER.iter().find(|(_, r)| *r == role).map_or("", |(n, _)| n);
+        None => {
+            let rest = IN_LAYER.iter().find(|(_, r)| r(layer) == role).map_or("", |(n, _)| n);
             format!("{LAYER}{layer}.{rest}")
         }
     }
@@ -78,27 +93,24 @@ pub fn tensor_name(role: Role) -> String {
 pub fn shape(role: Role, config: &ModelConfig) -> Option<Vec<usize>> {
     let (d, f, e) = (config.hidden, config.moe.expert_width, config.moe.experts);
     let (q, kv) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
-    let (layer, role) = match role {
-        Role::Embedding | Role::LmHead => return Some(vec![config.vocab, d]),
-        Role::FinalNorm => return Some(vec![d]),
-        Role::Layer { layer, role } => (layer, role),
-    };
-    let mlp = *config.layers.get(layer)?;
-    let when = |kind: MlpKind, shape: Vec<usize>| (mlp == kind).then_some(shape);
+    let mlp = |layer: usize, kind: MlpKind, shape: Vec<usize>| (*config.layers.get(layer)? == kind).then_some(shape);
+    let any = |layer: usize, shape: Vec<usize>| (layer < config.layers.len()).then_some(shape);
+    let one = |expert: usize, layer: usize, shape| if expert < e { mlp(layer, MlpKind::Experts, shape) } else { None };
     match role {
-        LayerRole::InputNorm | LayerRole::PostAttentionNorm => Some(vec![d]),
-        LayerRole::QNorm | LayerRole::KNorm => Some(vec![config.head_dim]),
-        LayerRole::Q => Some(vec![q, d]),
-        LayerRole::K | LayerRole::V => Some(vec![kv, d]),
-        LayerRole::O => Some(vec![d, q]),
-        LayerRole::Router => when(MlpKind::Experts, vec![e, d]),
-        LayerRole::DenseGate | LayerRole::DenseUp => when(MlpKind::Dense, vec![config.dense_width, d]),
-        LayerRole::DenseDown => when(MlpKind::Dense, vec![d, config.dense_width]),
-        LayerRole::Expert { expert, .. } if expert >= e => None,
-        LayerRole::Expert { part: ExpertPart::Down, .. } => when(MlpKind::Experts, vec![d, f]),
-        LayerRole::Expert { .. } => when(MlpKind::Experts, vec![f, d]),
-        LayerRole::FusedGateUp => when(MlpKind::Experts, vec![e, 2 * f, d]),
-        LayerRole::FusedDown => when(MlpKind::Experts, vec![e, d, f]),
+        Role::Embedding | Role::LmHead => Some(vec![config.vocab, d]),
+        Role::FinalNorm => Some(vec![d]),
+        Role::InputNorm { layer } | Role::PostAttentionNorm { layer } => any(layer, vec![d]),
+        Role::QNorm { layer } | Role::KNorm { layer } => any(layer, vec![config.head_dim]),
+        Role::Q { layer } => any(layer, vec![q, d]),
+        Role::K { layer } | Role::V { layer } => any(layer, vec![kv, d]),
+        Role::O { layer } => any(layer, vec![d, q]),
+        Role::Router { layer } => mlp(layer, MlpKind::Experts, vec![e, d]),
+        Role::DenseGate { layer } | Role::DenseUp { layer } => mlp(layer, MlpKind::Dense, vec![config.dense_width, d]),
+        Role::DenseDown { layer } => mlp(layer, MlpKind::Dense, vec![d, config.dense_width]),
+        Role::ExpertGate { layer, expert } | Role::ExpertUp { layer, expert } => one(expert, layer, vec![f, d]),
+        Role::ExpertDown { layer, expert } => one(expert, layer, vec![d, f]),
+        Role::FusedGateUp { layer } => mlp(layer, MlpKind::Experts, vec![e, 2 * f, d]),
+        Role::FusedDown { layer } => mlp(layer, MlpKind::Experts, vec![e, d, f]),
     }
 }
 
@@ -121,9 +133,9 @@ mod tests {
     fn every_role_has_one_name() {
         let mut roles: Vec<Role> = GLOBAL.iter().map(|(_, r)| *r).collect();
         for layer in [0, 7, 120] {
-            roles.extend(IN_LAYER.iter().map(|(_, role)| Role::Layer { layer, role: *role }));
+            roles.extend(IN_LAYER.iter().map(|(_, role)| role(layer)));
             for (expert, part) in [0, 9, 127].into_iter().flat_map(|e| ExpertPart::ALL.map(|p| (e, p))) {
-                roles.push(Role::Layer { layer, role: LayerRole::Expert { expert, part } });
+                roles.push(part.role(layer, expert));
             }
         }
         let wrong: Vec<_> = roles.into_iter().filter(|r| role(&tensor_name(*r)) != Some(*r)).collect();
