@@ -7,6 +7,7 @@ pub mod activation;
 pub mod dtype;
 pub mod checkpoint;
 pub mod family;
+pub mod placement;
 pub mod adapter;
 pub mod reference;
 

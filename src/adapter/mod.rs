@@ -1,9 +1,19 @@
 //! LoRA adapters: a PEFT folder becomes canonical factors (config, names, layout); the pool holds them on the device.
 
-use std::path::PathBuf;
+mod config;
+mod decode;
+mod layout;
+mod names;
+
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+pub use config::MAX_RANK;
+
+use crate::checkpoint::untrusted::shown;
+use crate::checkpoint::{ModelConfig, SafetensorsFile};
 use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
 
 /// A place in the model that an adapter can change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -74,4 +84,49 @@ pub struct Adapter {
     pub factors: Vec<Factor>,
     /// Bytes of tensor data read from the file.
     pub bytes_read: u64,
+}
+
+impl Adapter {
+    /// Reads the PEFT folder `dir` (`adapter_config.json` and `adapter_model.safetensors`) as an adapter of the model
+    /// `model`: LoRA on attention, router, dense MLP and experts, the latter as modules of their own (transformers 4) or
+    /// fused (`target_parameters`, transformers 5). The files must not change while they are read.
+    ///
+    /// Errors: `Io` and `Format` for the files; `Config` for a value out of range; `Unsupported` for a method that is not
+    /// plain LoRA; `Adapter` when a tensor does not fit the model, lacks its other half, occurs twice, or is unknown.
+    /// Nothing in the file is ignored.
+    pub fn open(dir: &Path, model: &ModelConfig) -> Result<Self> {
+        let config = config::AdapterConfig::open(&dir.join("adapter_config.json"))?;
+        let path = dir.join("adapter_model.safetensors");
+        let pickle = dir.join("adapter_model.bin");
+        if !path.exists() && pickle.exists() {
+            let message = format!("`{}`: pickle files are not read; convert it to safetensors", pickle.display());
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        let file = SafetensorsFile::open(&path)?;
+        let pairs = names::pairs(file.names(), model.family).map_err(|(kind, name, reason)| {
+            Error::new(kind, format!("`{}`: tensor `{}`: {reason}", path.display(), shown(&name)))
+        })?;
+        if pairs.is_empty() {
+            return Err(Error::new(ErrorKind::Adapter, format!("`{}`: no tensors", path.display())));
+        }
+        let decoder = decode::Decoder { file: &file, config: &config, model };
+        let mut factors = decoder.factors(&pairs)?;
+        factors.sort_by_key(Factor::place);
+        if let Some([_, twice]) = factors.windows(2).find(|w| w[0].place() == w[1].place()) {
+            let (layer, site, expert) = twice.place();
+            let message = format!(
+                "`{}`: layer {layer}, {site:?}, expert {expert}: both fused and as a module of its own",
+                path.display()
+            );
+            return Err(Error::new(ErrorKind::Adapter, message));
+        }
+        Ok(Self { path: dir.to_owned(), factors, bytes_read: file.bytes_read() })
+    }
+}
+
+impl Factor {
+    /// What it changes: layer, site, expert.
+    pub fn place(&self) -> (usize, Site, usize) {
+        (self.layer, self.site, self.expert)
+    }
 }
