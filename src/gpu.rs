@@ -169,7 +169,7 @@ const NO_DEVICE: &str = "no Vulkan, Metal or DX12 device found; on Debian `apt-g
 impl Gpu {
     /// Every adapter of this machine, in our numbering. Blocks.
     pub fn list() -> Vec<GpuInfo> {
-        futures::executor::block_on(async {
+        pollster::block_on(async {
             adapters(&instance()).await.iter().enumerate().map(|(i, a)| describe(i, a)).collect()
         })
     }
@@ -180,7 +180,7 @@ impl Gpu {
     /// [`ErrorKind::Device`] when there is no adapter, none matches `options.device`, the tier is not available on
     /// it, or it lacks a needed limit.
     pub fn new(options: &GpuOptions) -> Result<Self> {
-        futures::executor::block_on(Self::open(options))
+        pollster::block_on(Self::open(options))
     }
 
     async fn open(options: &GpuOptions) -> Result<Self> {
@@ -315,7 +315,7 @@ impl Gpu {
             usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::COPY_SRC | extra,
             mapped_at_creation: false,
         });
-        match futures::executor::block_on(scope.pop()) {
+        match pollster::block_on(scope.pop()) {
             None => Ok(buffer),
             Some(e) => Err(Error::new(ErrorKind::OutOfMemory, format!("buffer `{label}` of {size} bytes: {e}"))),
         }

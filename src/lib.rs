@@ -1,14 +1,41 @@
 //! Portable compute runtime for mixture-of-experts models with mixed LoRA adapters.
+//!
+//! One batch can hold sequences with different adapters, or none: the adapters are not merged into the weights. The
+//! modules stand in the order in which data flows.
+//!
+//! 1. [`checkpoint`] opens a model folder; [`family`] says what its tensor names mean; [`placement`] which experts this
+//!    rank holds
+//! 2. [`plan`] decides variants and cuts; [`gpu`] opens the device; [`upload`] moves weights there
+//! 3. [`adapter`] reads PEFT folders and keeps their factors on the device
+//! 4. [`kernels`] are the stages, [`layer`] one mixture-of-experts layer made of them, [`model`] the decoder around it
+//! 5. [`engine`] runs sequences in a continuous batch; [`text`](crate::engine) turns tokens into text (feature `text`)
+//!
+//! [`reference`] holds the same stages on the CPU: the oracle of the tests.
 
 pub mod error;
 pub mod shape;
+pub mod dtype;
 pub mod router;
 pub mod activation;
-pub mod dtype;
+
 pub mod checkpoint;
 pub mod family;
 pub mod placement;
+pub mod plan;
+pub mod gpu;
+pub mod upload;
 pub mod adapter;
+pub mod kernels;
+pub mod layer;
+pub mod model;
+pub mod engine;
+
 pub mod reference;
 
+pub use adapter::Adapter;
+pub use checkpoint::{Checkpoint, ModelConfig};
+pub use engine::{Engine, EngineOptions, Event, FinishReason, Request, Sampling};
 pub use error::{Error, ErrorKind, Result};
+pub use gpu::{Gpu, GpuInfo, GpuOptions, Tier};
+pub use layer::MoeLayer;
+pub use model::Model;

@@ -4,6 +4,9 @@ mod config;
 mod decode;
 mod layout;
 mod names;
+mod free_list;
+pub mod sites;
+pub mod pool;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -96,8 +96,10 @@ const SOURCES: &[(&str, &str)] = sources![
 
 static TEMPLATES: LazyLock<minijinja::Environment<'static>> = LazyLock::new(|| {
     let mut env = minijinja::Environment::new();
-    env.set_trim_blocks(true);
-    env.set_lstrip_blocks(true);
+    match minijinja::syntax::SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build() {
+        Ok(syntax) => env.set_syntax(syntax),
+        Err(e) => log::error!("template syntax: {e:#}"),
+    }
     env.set_undefined_behavior(minijinja::UndefinedBehavior::Strict);
     for (name, source) in SOURCES {
         if let Err(e) = env.add_template(name, source) {
@@ -172,7 +174,7 @@ pub fn pipeline(gpu: &Gpu, kernel: &'static Kernel, vars: Vars) -> Result<Arc<Pi
         compilation_options: wgpu::PipelineCompilationOptions { constants: &[], zero_initialize_workgroup_memory: false },
         cache: None,
     });
-    if let Some(e) = futures::executor::block_on(scope.pop()) {
+    if let Some(e) = pollster::block_on(scope.pop()) {
         return Err(Error::new(ErrorKind::Device, format!("shader `{label}`: {e}")));
     }
     let made = Arc::new(Pipeline { label, raw, layout, buffers: kernel.reads + kernel.writes });

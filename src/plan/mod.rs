@@ -2,3 +2,4 @@
 
 pub mod capabilities;
 pub mod pieces;
+pub mod rows;

@@ -1,0 +1,272 @@
+//! Adapters on the device: slots, pins, eviction. A load is planned whole before a byte is written.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::adapter::free_list::FreeList;
+use crate::adapter::sites::LayerSites;
+use crate::adapter::{Adapter, Matrix};
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
+use crate::gpu::Gpu;
+use crate::kernels::View;
+use crate::kernels::lora::Factors;
+use crate::placement::Placement;
+
+/// Bytes of a pool word: what an index entry counts in.
+const WORD: u64 = 16;
+
+/// Names one load of one adapter for ever: a reload under the same name gets another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct AdapterId(pub(crate) u64);
+
+/// The factors of one layer: a buffer of 16-byte words, its free ranges, and the index.
+struct LayerPool {
+    sites: LayerSites,
+    placement: Option<Placement>,
+    factors: Factors,
+    capacity: u64,
+    free: FreeList,
+}
+
+struct Slot {
+    id: AdapterId,
+    pins: usize,
+    last_use: u64,
+    max_rank: usize,
+    /// (layer, first word, words).
+    ranges: Vec<(usize, u64, u64)>,
+}
+
+/// What one layer of an adapter becomes on the device.
+struct LayerImage {
+    words: Vec<u8>,
+    /// (entry without slot, site offsets relative to the range) of each factor.
+    entries: Vec<(usize, [u32; 4])>,
+}
+
+/// Holds up to L adapters on the device.
+pub struct AdapterPool {
+    gpu: Gpu,
+    layers: Vec<LayerPool>,
+    slots: Vec<Option<Slot>>,
+    clock: u64,
+}
+
+impl AdapterPool {
+    /// An empty pool with one entry in `layers` for each decoder layer: its sites and, where it has experts, their
+    /// placement.
+    ///
+    /// # Errors
+    /// When the device has no room for the index.
+    pub fn new(gpu: &Gpu, layers: Vec<(LayerSites, Option<Placement>)>, slots: usize) -> Result<Self> {
+        let layers = layers
+            .into_iter()
+            .map(|(sites, placement)| {
+                // Fresh buffers are zero, and rank 0 means: nothing here.
+                let index = gpu.buffer("adapter index", sites.entries as u64 * WORD, wgpu::BufferUsages::empty())?;
+                let pool = gpu.buffer("adapter factors", WORD, wgpu::BufferUsages::empty())?;
+                let factors = Factors { pool: View::whole(&pool), index: View::whole(&index) };
+                Ok(LayerPool { sites, placement, factors, capacity: 0, free: FreeList::default() })
+            })
+            .collect::<Result<_>>()?;
+        Ok(Self { gpu: gpu.clone(), layers, slots: (0..slots).map(|_| None).collect(), clock: 0 })
+    }
+
+    /// L.
+    pub fn slots(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// The sites and factors of a layer.
+    pub fn layer(&self, layer: usize) -> (&LayerSites, &Factors) {
+        (&self.layers[layer].sites, &self.layers[layer].factors)
+    }
+
+    /// The largest rank of the adapter in `slot`, 0 when it is empty.
+    pub fn max_rank(&self, slot: usize) -> usize {
+        self.slots[slot].as_ref().map_or(0, |s| s.max_rank)
+    }
+
+    /// The slot of a resident adapter.
+    pub fn resident(&self, id: AdapterId) -> Option<usize> {
+        self.slots.iter().position(|s| s.as_ref().is_some_and(|s| s.id == id))
+    }
+
+    /// Makes `adapter` resident and pins it: it stays until [`AdapterPool::unpin`]. `None` when every slot is pinned.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Limit`] or [`ErrorKind::OutOfMemory`] when the factors do not fit; nothing has changed then.
+    pub fn pin(&mut self, id: AdapterId, adapter: &Adapter) -> Result<Option<usize>> {
+        self.clock += 1;
+        let slot = match self.resident(id) {
+            Some(slot) => slot,
+            None => match self.victim() {
+                None => return Ok(None),
+                Some(slot) => {
+                    self.load(slot, id, adapter)?;
+                    slot
+                }
+            },
+        };
+        if let Some(held) = &mut self.slots[slot] {
+            held.pins += 1;
+            held.last_use = self.clock;
+        }
+        Ok(Some(slot))
+    }
+
+    /// Gives back one pin.
+    pub fn unpin(&mut self, slot: usize) {
+        if let Some(held) = &mut self.slots[slot] {
+            held.pins = held.pins.saturating_sub(1);
+        }
+    }
+
+    /// Frees the slot of `id`, unless a sequence still uses it.
+    pub fn forget(&mut self, id: AdapterId) {
+        if let Some(slot) = self.resident(id)
+            && self.slots[slot].as_ref().is_some_and(|s| s.pins == 0)
+        {
+            self.release(slot);
+        }
+    }
+
+    /// An empty slot, else the least recently used one that nothing pins.
+    fn victim(&self) -> Option<usize> {
+        self.slots.iter().position(Option::is_none).or_else(|| {
+            let unpinned = self.slots.iter().enumerate().filter_map(|(i, s)| s.as_ref().filter(|s| s.pins == 0).map(|s| (s.last_use, i)));
+            unpinned.min().map(|(_, i)| i)
+        })
+    }
+
+    fn release(&mut self, slot: usize) {
+        if let Some(old) = self.slots[slot].take() {
+            for (layer, begin, size) in old.ranges {
+                self.layers[layer].free.give(begin, size);
+            }
+        }
+    }
+
+    /// Queue writes run in order: steps already submitted still see the old factors, later ones only the new.
+    fn load(&mut self, slot: usize, id: AdapterId, adapter: &Adapter) -> Result<()> {
+        let images: Vec<LayerImage> = (0..self.layers.len()).map(|layer| self.layers[layer].image(layer, adapter)).collect();
+        // Room for every layer first; the old tenant goes only when the new one is certain to fit.
+        for (layer, image) in images.iter().enumerate() {
+            self.layers[layer].reserve(&self.gpu, image.words.len() as u64 / WORD)?;
+        }
+        self.release(slot);
+        let mut ranges = Vec::new();
+        for (layer, image) in images.iter().enumerate() {
+            let pool = &mut self.layers[layer];
+            let size = image.words.len() as u64 / WORD;
+            let begin = pool.free.take(size).ok_or_else(|| Error::new(ErrorKind::Limit, "adapter pool: reserved room is gone"))?;
+            ranges.push((layer, begin, size));
+            pool.publish(&self.gpu, slot, begin, image);
+        }
+        let max_rank = adapter.factors.iter().map(|f| f.rank).max().unwrap_or(0);
+        self.slots[slot] = Some(Slot { id, pins: 0, last_use: self.clock, max_rank, ranges });
+        Ok(())
+    }
+}
+
+impl LayerPool {
+    fn image(&self, layer: usize, adapter: &Adapter) -> LayerImage {
+        let mut image = LayerImage { words: Vec::new(), entries: Vec::new() };
+        // gate and up of a fused adapter share A: it is stored once.
+        let mut stored: HashMap<*const Matrix, u32> = HashMap::new();
+        let first = adapter.factors.partition_point(|f| f.layer < layer);
+        for factor in adapter.factors[first..].iter().take_while(|f| f.layer == layer) {
+            let expert = match (&self.placement, is_expert(factor.site)) {
+                (Some(placement), true) => match placement.local_table().get(factor.expert) {
+                    Some(local) if *local >= 0 => *local as usize,
+                    // Another rank holds this expert.
+                    _ => continue,
+                },
+                _ => 0,
+            };
+            let Some(entry) = self.sites.entry(0, factor.site, expert) else { continue };
+            let a = place(&mut image.words, &mut stored, &factor.a);
+            let b = place(&mut image.words, &mut stored, &factor.b);
+            let kind = match factor.a.dtype {
+                DType::F16 => 1,
+                DType::Bf16 => 2,
+                _ => 0,
+            };
+            image.entries.push((entry, [a, b, factor.rank as u32 | kind << 16, factor.scale.to_bits()]));
+        }
+        image
+    }
+
+    /// Makes sure that one range of `words` is free, growing the buffer where needed.
+    fn reserve(&mut self, gpu: &Gpu, words: u64) -> Result<()> {
+        if let Some(begin) = self.free.take(words) {
+            if words > 0 {
+                self.free.give(begin, words);
+            }
+            return Ok(());
+        }
+        let limit = gpu.info().max_binding_bytes.min(gpu.info().max_buffer_bytes) / WORD;
+        let wanted = (self.capacity * 2).max(self.capacity + words).min(limit);
+        if wanted < self.capacity + words {
+            let message = format!(
+                "adapter factors: {} bytes in one layer, the device's binding limit is {}; use fewer adapter slots",
+                (self.capacity + words) * WORD,
+                limit * WORD
+            );
+            return Err(Error::new(ErrorKind::Limit, message));
+        }
+        let grown = gpu.buffer("adapter factors", wanted * WORD, wgpu::BufferUsages::empty())?;
+        if self.capacity > 0 {
+            let mut encoder = gpu.device().create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("grow adapter factors") });
+            encoder.copy_buffer_to_buffer(&self.factors.pool.buffer, 0, &grown, 0, self.capacity * WORD);
+            gpu.queue().submit([encoder.finish()]);
+        }
+        self.factors.pool = View::whole(&grown);
+        self.free.give(self.capacity, wanted - self.capacity);
+        self.capacity = wanted;
+        Ok(())
+    }
+
+    /// Writes the factors and every index entry of the slot, those that the adapter does not have included.
+    fn publish(&self, gpu: &Gpu, slot: usize, begin: u64, image: &LayerImage) {
+        if !image.words.is_empty() {
+            gpu.queue().write_buffer(&self.factors.pool.buffer, begin * WORD, &image.words);
+        }
+        let s = &self.sites;
+        for (site, experts) in [(Some(&s.qkv), 1), (Some(&s.o), 1), (s.router.as_ref(), 1), (Some(&s.gate_up), s.experts), (Some(&s.down), s.experts)] {
+            let Some(site) = site else { continue };
+            let count = experts * site.out_dims.len();
+            let mut rows = vec![[0u32; 4]; count];
+            for (entry, [a, b, rank_type, scale]) in &image.entries {
+                if let Some(at) = entry.checked_sub(site.index_base).filter(|at| *at < count) {
+                    rows[at] = [a + begin as u32, b + begin as u32, *rank_type, *scale];
+                }
+            }
+            let at = (site.index_base + slot * count) as u64 * WORD;
+            gpu.queue().write_buffer(&self.factors.index.buffer, at, bytemuck::cast_slice(&rows));
+        }
+    }
+}
+
+fn is_expert(site: crate::adapter::Site) -> bool {
+    use crate::adapter::Site;
+    matches!(site, Site::ExpertGate | Site::ExpertUp | Site::ExpertDown)
+}
+
+/// Appends a matrix with rows padded to eight columns; returns its first word.
+fn place(words: &mut Vec<u8>, stored: &mut HashMap<*const Matrix, u32>, matrix: &Arc<Matrix>) -> u32 {
+    let key = Arc::as_ptr(matrix);
+    if let Some(at) = stored.get(&key) {
+        return *at;
+    }
+    let at = (words.len() as u64 / WORD) as u32;
+    let row = matrix.cols * matrix.dtype.size();
+    let padded = matrix.cols.next_multiple_of(8) * matrix.dtype.size();
+    for r in 0..matrix.rows {
+        words.extend_from_slice(&matrix.bytes[r * row..(r + 1) * row]);
+        words.resize(words.len() + padded - row, 0);
+    }
+    stored.insert(key, at);
+    at
+}

@@ -1,0 +1,64 @@
+//! Where adapters attach in each layer, and where each projection's entries stand in the layer's index.
+
+use crate::adapter::Site;
+use crate::checkpoint::{MlpKind, ModelConfig};
+use crate::kernels::lora::LoraSite;
+
+/// The sites of one layer. Entries of a site follow those of the one before.
+#[derive(Debug, Clone)]
+pub struct LayerSites {
+    /// q, k and v.
+    pub qkv: LoraSite,
+    /// o.
+    pub o: LoraSite,
+    /// The router; `None` in dense layers.
+    pub router: Option<LoraSite>,
+    /// gate and up: of every expert, or of the dense MLP.
+    pub gate_up: LoraSite,
+    /// down: of every expert, or of the dense MLP.
+    pub down: LoraSite,
+    /// Experts this rank holds; 1 for the dense MLP.
+    pub experts: usize,
+    /// Adapter slots L.
+    pub slots: usize,
+    /// Entries of the index of this layer.
+    pub entries: usize,
+}
+
+impl LayerSites {
+    /// The sites of a layer of `kind` with `experts` experts held by this rank and `slots` adapter slots.
+    pub fn new(config: &ModelConfig, kind: MlpKind, experts: usize, slots: usize) -> Self {
+        let mut entries = 0;
+        let mut site = |out_dims: Vec<usize>, in_dim: usize, experts: usize| {
+            let index_base = entries;
+            entries += slots * experts * out_dims.len();
+            LoraSite { index_base, out_dims, in_dim }
+        };
+        let d = config.hidden;
+        let (q, kv) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+        let qkv = site(vec![q, kv, kv], d, 1);
+        let o = site(vec![d], q, 1);
+        let (router, experts, width) = match kind {
+            MlpKind::Experts => (Some(site(vec![config.moe.experts], d, 1)), experts, config.moe.expert_width),
+            MlpKind::Dense => (None, 1, config.dense_width),
+        };
+        let gate_up = site(vec![width, width], d, experts);
+        let down = site(vec![d], width, experts);
+        Self { qkv, o, router, gate_up, down, experts, slots, entries }
+    }
+
+    /// The index entry of a projection; `expert` is this rank's id. `None` where the layer has no such projection.
+    pub fn entry(&self, slot: usize, site: Site, expert: usize) -> Option<usize> {
+        let (site, projection, experts) = match site {
+            Site::Q => (&self.qkv, 0, 1),
+            Site::K => (&self.qkv, 1, 1),
+            Site::V => (&self.qkv, 2, 1),
+            Site::O => (&self.o, 0, 1),
+            Site::Router => (self.router.as_ref()?, 0, 1),
+            Site::Gate | Site::ExpertGate => (&self.gate_up, 0, self.experts),
+            Site::Up | Site::ExpertUp => (&self.gate_up, 1, self.experts),
+            Site::Down | Site::ExpertDown => (&self.down, 0, self.experts),
+        };
+        Some(site.index_base + (slot * experts + expert) * site.out_dims.len() + projection)
+    }
+}

@@ -1,0 +1,164 @@
+//! Steps on the device, and what comes back from them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use crate::engine::{Engine, Event, FinishReason, SequenceId};
+use crate::error::{Error, ErrorKind, Result};
+use crate::router::{STATUS_ID, STATUS_NON_FINITE, STATUS_SLOT};
+
+/// Logits of a prompt that a step computes.
+pub(crate) struct LogitRows {
+    pub sequence: SequenceId,
+    /// First position.
+    pub position: usize,
+    /// First row among the step's logits.
+    pub first: usize,
+    pub count: usize,
+}
+
+const PENDING: u8 = 0;
+const READY: u8 = 1;
+const LOST: u8 = 2;
+
+/// A submitted step.
+pub(crate) struct InFlight {
+    submission: wgpu::SubmissionIndex,
+    staging: wgpu::Buffer,
+    bytes: u64,
+    logit_base: usize,
+    picked: Vec<SequenceId>,
+    read_out: Vec<SequenceId>,
+    logits: Vec<LogitRows>,
+    members: Vec<SequenceId>,
+    mapped: Arc<AtomicU8>,
+}
+
+impl InFlight {
+    #[allow(clippy::too_many_arguments, reason = "plain fields of the step")]
+    pub fn new(
+        submission: wgpu::SubmissionIndex,
+        staging: wgpu::Buffer,
+        bytes: u64,
+        logit_base: usize,
+        picked: Vec<SequenceId>,
+        read_out: Vec<SequenceId>,
+        logits: Vec<LogitRows>,
+        members: Vec<SequenceId>,
+    ) -> Self {
+        let mapped = Arc::new(AtomicU8::new(PENDING));
+        let flag = mapped.clone();
+        staging.map_async(wgpu::MapMode::Read, 0..bytes.next_multiple_of(8), move |result| {
+            flag.store(if result.is_ok() { READY } else { LOST }, Ordering::Release);
+        });
+        Self { submission, staging, bytes, logit_base, picked, read_out, logits, members, mapped }
+    }
+}
+
+impl Engine {
+    /// Collects what has finished since the last call. Never blocks.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Device`] when the device was lost; nothing more will come then.
+    pub fn poll(&mut self) -> Result<Vec<Event>> {
+        self.gpu.device().poll(wgpu::PollType::Poll).map_err(|e| Error::new(ErrorKind::Device, format!("device: {e}")))?;
+        self.collect()
+    }
+
+    /// Waits for the oldest step on the device, if any, and collects what has finished.
+    ///
+    /// # Errors
+    /// As [`Engine::poll`].
+    pub fn wait(&mut self) -> Result<Vec<Event>> {
+        if self.events.is_empty()
+            && let Some(first) = self.in_flight.front()
+        {
+            let wait = wgpu::PollType::Wait { submission_index: Some(first.submission.clone()), timeout: None };
+            self.gpu.device().poll(wait).map_err(|e| Error::new(ErrorKind::Device, format!("device: {e}")))?;
+        }
+        self.collect()
+    }
+
+    fn collect(&mut self) -> Result<Vec<Event>> {
+        while let Some(state) = self.in_flight.front().map(|s| s.mapped.load(Ordering::Acquire)) {
+            match state {
+                READY => {}
+                PENDING => break,
+                _ => return Err(Error::new(ErrorKind::Device, "device: lost while a step was running")),
+            }
+            if let Some(step) = self.in_flight.pop_front() {
+                let data = {
+                    let view = step
+                        .staging
+                        .get_mapped_range(0..step.bytes.next_multiple_of(8))
+                        .map_err(|e| Error::new(ErrorKind::Device, format!("device: {e}")))?;
+                    view.to_vec()
+                };
+                step.staging.unmap();
+                self.deliver(&step, &data);
+                self.readback.push(step.staging);
+            }
+        }
+        Ok(std::mem::take(&mut self.events))
+    }
+
+    fn deliver(&mut self, step: &InFlight, data: &[u8]) {
+        let word = |at: usize| i32::from_le_bytes([data[at], data[at + 1], data[at + 2], data[at + 3]]);
+        let status = word(0) as u32;
+        if status != 0 {
+            for id in &step.members {
+                if self.sequences.contains_key(id) {
+                    self.fail(*id, Error::new(ErrorKind::Device, status_message(status)));
+                }
+            }
+            return;
+        }
+        let vocab = self.config().vocab;
+        let mut at = step.logit_base;
+        for l in &step.logits {
+            let size = l.count * vocab * 4;
+            if self.sequences.contains_key(&l.sequence) {
+                let rows = bytemuck::pod_collect_to_vec(&data[at..at + size]);
+                self.events.push(Event::Logits { sequence: l.sequence, position: l.position, rows });
+            }
+            at += size;
+        }
+        for id in &step.read_out {
+            if self.sequences.contains_key(id) {
+                self.finish(*id, FinishReason::Length);
+            }
+        }
+        for (i, id) in step.picked.iter().enumerate() {
+            // A sequence that has ended meanwhile: this token is the one step too many.
+            let Some(s) = self.sequences.get_mut(id) else { continue };
+            let token = word(4 + i * 4);
+            if token < 0 {
+                self.fail(*id, Error::new(ErrorKind::Device, "the model computed no finite logit"));
+                continue;
+            }
+            s.arrived += 1;
+            let stop = s.request.stop_ids.contains(&(token as u32));
+            let full = s.arrived >= s.max_tokens;
+            self.events.push(Event::Token { sequence: *id, id: token as u32 });
+            if stop {
+                self.finish(*id, FinishReason::Stop);
+            } else if full {
+                self.finish(*id, FinishReason::Length);
+            }
+        }
+    }
+}
+
+fn status_message(status: u32) -> String {
+    let mut what = Vec::new();
+    if status & STATUS_NON_FINITE != 0 {
+        what.push("a router row had too few finite logits");
+    }
+    if status & STATUS_SLOT != 0 {
+        what.push("an adapter slot was out of range");
+    }
+    if status & STATUS_ID != 0 {
+        what.push("an expert id was out of range");
+    }
+    format!("step failed: {}", what.join("; "))
+}

@@ -1,0 +1,246 @@
+//! Which rows a step has, and its recording.
+
+use crate::engine::in_flight::{InFlight, LogitRows};
+use crate::engine::sequence::Place;
+use crate::engine::{DEPTH, Engine, SequenceId};
+use crate::error::Result;
+use crate::kernels::View;
+use crate::kernels::sample::{Pick, Sample};
+use crate::layer::LoraBatch;
+use crate::model::{Commands, KvCache, StepTensors};
+
+/// The rows of one step.
+#[derive(Default)]
+struct Batch {
+    /// Token or -1, position, sequence row, slot.
+    rows: Vec<[i32; 4]>,
+    /// Slot of each row, -1 for none.
+    mapping: Vec<i32>,
+    /// Rows whose logits are computed.
+    gather: Vec<u32>,
+    picks: Vec<Pick>,
+    picked: Vec<SequenceId>,
+    /// Sequences whose prompt ends here and that want no token.
+    read_out: Vec<SequenceId>,
+    logits: Vec<LogitRows>,
+    members: Vec<SequenceId>,
+}
+
+impl Engine {
+    /// Begins one step: admits waiting sequences, records and submits. Never blocks. Returns false when there was
+    /// nothing to begin, or enough is on the way.
+    ///
+    /// # Errors
+    /// When the device refuses a shader or has no memory left; the engine should be dropped then.
+    pub fn begin_step(&mut self) -> Result<bool> {
+        if self.in_flight.len() >= DEPTH {
+            return Ok(false);
+        }
+        self.admit();
+        let batch = self.batch();
+        if batch.rows.is_empty() {
+            return Ok(false);
+        }
+        self.record(batch)?;
+        Ok(true)
+    }
+
+    /// Gives waiting sequences a place, in order; the first that does not fit holds back those behind it.
+    fn admit(&mut self) {
+        let waiting: Vec<SequenceId> = self.sequences.iter().filter(|(_, s)| s.place.is_none()).map(|(id, _)| *id).collect();
+        for id in waiting {
+            if self.free_rows.is_empty() {
+                return;
+            }
+            let sequence = &self.sequences[&id];
+            let slot = match sequence.request.adapter {
+                None => None,
+                Some(adapter) => match self.pool.pin(adapter, &self.adapters[&adapter]) {
+                    Ok(Some(slot)) => Some(slot),
+                    Ok(None) => return,
+                    Err(e) => {
+                        self.fail(id, e);
+                        continue;
+                    }
+                },
+            };
+            let (Some(blocks), Some(row)) = (self.cache.take(KvCache::blocks_for(sequence.positions())), self.free_rows.last().copied())
+            else {
+                if let Some(slot) = slot {
+                    self.pool.unpin(slot);
+                }
+                return;
+            };
+            self.free_rows.pop();
+            let at = u64::from(row) * self.attention.max_blocks as u64 * 4;
+            self.gpu.queue().write_buffer(&self.block_table.buffer, at, bytemuck::cast_slice(&blocks));
+            if let Some(sequence) = self.sequences.get_mut(&id) {
+                sequence.place = Some(Place { row, blocks, slot });
+            }
+        }
+    }
+
+    /// Decodes first, so that running answers are never held up, then as much of the prompts as fits.
+    fn batch(&mut self) -> Batch {
+        let mut batch = Batch::default();
+        let ids: Vec<SequenceId> = self.sequences.keys().copied().collect();
+        for id in &ids {
+            let Some(s) = self.sequences.get_mut(id) else { continue };
+            let Some(place) = s.place.as_ref().filter(|_| s.decodes()) else { continue };
+            let position = s.request.prompt.len() + s.sampled - 1;
+            batch.push(-1, position, place);
+            batch.pick(*id, s.sampled, place.row, &s.request.sampling);
+            batch.members.push(*id);
+            s.sampled += 1;
+        }
+        for id in &ids {
+            let Some(s) = self.sequences.get_mut(id) else { continue };
+            let Some(place) = s.place.as_ref().filter(|_| s.prompt_left() > 0) else { continue };
+            let mut n = s.prompt_left().min(self.options.max_step_tokens.saturating_sub(batch.rows.len()));
+            let room = self.max_logit_rows.saturating_sub(batch.gather.len());
+            if s.request.logits {
+                n = n.min(room);
+            }
+            if n == 0 || room == 0 {
+                continue;
+            }
+            if s.request.logits {
+                batch.logits.push(LogitRows { sequence: *id, position: s.read, first: batch.gather.len(), count: n });
+            }
+            for i in s.read..s.read + n {
+                if s.request.logits {
+                    batch.gather.push(batch.rows.len() as u32);
+                }
+                batch.push(s.request.prompt[i] as i32, i, place);
+            }
+            batch.members.push(*id);
+            s.read += n;
+            if s.prompt_left() == 0 {
+                if s.max_tokens > 0 {
+                    if s.request.logits {
+                        batch.gather.pop();
+                    }
+                    batch.pick(*id, 0, place.row, &s.request.sampling);
+                    s.sampled = 1;
+                } else {
+                    batch.read_out.push(*id);
+                }
+            }
+        }
+        batch
+    }
+
+    fn record(&mut self, batch: Batch) -> Result<()> {
+        self.rec.reset();
+        let queue = self.gpu.queue().clone();
+        let row_table = upload(&mut self.rec, &queue, "row table", bytemuck::cast_slice(&batch.rows))?;
+        let gather = upload(&mut self.rec, &queue, "logit rows", bytemuck::cast_slice(&batch.gather))?;
+        let picks = upload(&mut self.rec, &queue, "picks", bytemuck::cast_slice(&batch.picks))?;
+        let mapping = upload(&mut self.rec, &queue, "token_lora_mapping", bytemuck::cast_slice(&batch.mapping))?;
+        queue.write_buffer(&self.status.buffer, 0, &[0; 4]);
+
+        let mut slots: Vec<i32> = batch.mapping.iter().copied().filter(|s| *s >= 0).collect();
+        slots.sort_unstable();
+        slots.dedup();
+        let max_rank = slots.iter().map(|s| self.pool.max_rank(*s as usize)).max().unwrap_or(0);
+        let lora = (max_rank > 0).then(|| LoraBatch {
+            token_lora_mapping: mapping,
+            slots: self.pool.slots(),
+            adapters: slots.len(),
+            max_rank: max_rank.next_multiple_of(8),
+            aligned: None,
+        });
+        let tensors = StepTensors {
+            rows: batch.rows.len(),
+            row_table: &row_table,
+            last_ids: &self.last_ids,
+            blocks: &self.block_table,
+            rotary: &self.rotary,
+            attention: self.attention,
+            logit_gather: &gather,
+            logit_rows: batch.gather.len(),
+            status: &self.status,
+            lora,
+        };
+        let mut commands = Commands::new(&self.gpu);
+        let logits = self.model.record(&mut commands, &mut self.rec, &self.cache, &self.pool, tensors)?;
+
+        let n_picks = batch.picks.len();
+        let vocab = self.model.config().vocab;
+        let sampled = self.rec.scratch("sampled", (n_picks.max(1) * 4) as u64)?;
+        if let Some(logits) = &logits
+            && n_picks > 0
+        {
+            let sample = Sample { rows: n_picks, vocab, logits, picks: &picks, sampled: &sampled, last_ids: &self.last_ids };
+            commands.pass(&mut self.rec, "sample", 0, |rec, pass| sample.record(rec, pass))?;
+        }
+        // Status, sampled ids, then the logits that somebody wants, in one buffer to map.
+        let wanted: usize = batch.logits.iter().map(|l| l.count).sum();
+        let logit_base = (4 + n_picks * 4).next_multiple_of(16);
+        let bytes = (logit_base + wanted * vocab * 4) as u64;
+        let staging = self.staging(bytes);
+        let encoder = commands.encoder();
+        encoder.copy_buffer_to_buffer(&self.status.buffer, 0, &staging, 0, 4);
+        if n_picks > 0 {
+            encoder.copy_buffer_to_buffer(&sampled.buffer, 0, &staging, 4, (n_picks * 4) as u64);
+        }
+        if let Some(logits) = &logits {
+            let mut at = logit_base as u64;
+            for l in &batch.logits {
+                let size = (l.count * vocab * 4) as u64;
+                encoder.copy_buffer_to_buffer(&logits.buffer, (l.first * vocab * 4) as u64, &staging, at, size);
+                at += size;
+            }
+        }
+        let submission = commands.submit(&mut self.rec);
+        let step = InFlight::new(submission, staging, bytes, logit_base, batch.picked, batch.read_out, batch.logits, batch.members);
+        self.in_flight.push_back(step);
+        Ok(())
+    }
+
+    /// A mappable buffer of at least `bytes`, reused where one is free.
+    fn staging(&mut self, bytes: u64) -> wgpu::Buffer {
+        if let Some(at) = self.readback.iter().position(|b| b.size() >= bytes) {
+            return self.readback.swap_remove(at);
+        }
+        self.readback.clear();
+        self.gpu.device().create_buffer(&wgpu::BufferDescriptor {
+            label: Some("readback"),
+            size: bytes.next_power_of_two().max(256),
+            usage: wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST,
+            mapped_at_creation: false,
+        })
+    }
+}
+
+impl Batch {
+    fn push(&mut self, token: i32, position: usize, place: &Place) {
+        let slot = place.slot.map_or(-1, |s| s as i32);
+        self.rows.push([token, position as i32, place.row as i32, slot]);
+        self.mapping.push(slot);
+    }
+
+    /// Samples from the row pushed last.
+    fn pick(&mut self, id: SequenceId, n: usize, row: u32, sampling: &crate::engine::Sampling) {
+        self.picks.push(Pick {
+            row: self.gather.len() as u32,
+            sequence: row,
+            temperature: sampling.temperature,
+            top_p: sampling.top_p,
+            top_k: sampling.top_k,
+            u: sampling.uniform(n),
+            pad0: 0,
+            pad1: 0,
+        });
+        self.picked.push(id);
+        self.gather.push(self.rows.len() as u32 - 1);
+    }
+}
+
+fn upload(rec: &mut crate::kernels::Recording, queue: &wgpu::Queue, label: &'static str, bytes: &[u8]) -> Result<View> {
+    let view = rec.scratch(label, bytes.len() as u64)?;
+    if !bytes.is_empty() {
+        queue.write_buffer(&view.buffer, 0, bytes);
+    }
+    Ok(view)
+}

@@ -1,0 +1,62 @@
+//! Keys and values of all sequences, in blocks, so that sequences of any length share the memory.
+
+use crate::checkpoint::ModelConfig;
+use crate::error::Result;
+use crate::gpu::Gpu;
+use crate::kernels::View;
+
+/// Positions of a block.
+pub const BLOCK_SIZE: usize = 16;
+
+/// The paged cache: f32 `[blocks, BLOCK_SIZE, kv_heads, head_dim]` for keys and for values of each layer.
+#[derive(Debug)]
+pub struct KvCache {
+    /// (keys, values) of each layer.
+    pub layers: Vec<(View, View)>,
+    free: Vec<u32>,
+    blocks: usize,
+}
+
+impl KvCache {
+    /// Blocks that `positions` positions need.
+    pub fn blocks_for(positions: usize) -> usize {
+        positions.div_ceil(BLOCK_SIZE)
+    }
+
+    /// Bytes of one block in one layer, keys or values alone.
+    pub fn block_bytes(config: &ModelConfig) -> u64 {
+        (BLOCK_SIZE * config.kv_heads * config.head_dim * 4) as u64
+    }
+
+    /// A cache of `blocks` blocks.
+    ///
+    /// # Errors
+    /// When the device has no room for it.
+    pub fn new(gpu: &Gpu, config: &ModelConfig, blocks: usize) -> Result<Self> {
+        let bytes = Self::block_bytes(config) * blocks as u64;
+        let layers = (0..config.layers.len())
+            .map(|_| {
+                let k = gpu.buffer("keys", bytes, wgpu::BufferUsages::empty())?;
+                let v = gpu.buffer("values", bytes, wgpu::BufferUsages::empty())?;
+                Ok((View::whole(&k), View::whole(&v)))
+            })
+            .collect::<Result<_>>()?;
+        Ok(Self { layers, free: (0..blocks as u32).rev().collect(), blocks })
+    }
+
+    /// All blocks, free or not.
+    pub fn blocks(&self) -> usize {
+        self.blocks
+    }
+
+    /// Takes `n` blocks, or none when fewer are free.
+    pub fn take(&mut self, n: usize) -> Option<Vec<u32>> {
+        let rest = self.free.len().checked_sub(n)?;
+        Some(self.free.split_off(rest))
+    }
+
+    /// Gives blocks back. Steps already submitted may still write to them: a later owner's writes come after.
+    pub fn give(&mut self, blocks: Vec<u32>) {
+        self.free.extend(blocks);
+    }
+}

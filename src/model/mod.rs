@@ -1,0 +1,64 @@
+//! The decoder around the mixture-of-experts layer: resident weights, and one step recorded layer by layer.
+
+pub mod cache;
+pub mod load;
+pub mod step;
+
+pub use cache::KvCache;
+pub use step::{Commands, StepTensors};
+
+use crate::checkpoint::ModelConfig;
+use crate::kernels::View;
+use crate::kernels::expert_gemm::Weights;
+use crate::layer::MoeLayer;
+use crate::placement::Placement;
+
+/// A model's weights on a device.
+#[derive(Debug)]
+pub struct Model {
+    pub(crate) config: ModelConfig,
+    pub(crate) embedding: Weights,
+    /// `None`: the embedding.
+    pub(crate) lm_head: Option<Weights>,
+    pub(crate) final_norm: View,
+    pub(crate) layers: Vec<DecoderLayer>,
+    pub(crate) placement: Placement,
+    pub(crate) bytes_loaded: u64,
+}
+
+/// One decoder layer.
+#[derive(Debug)]
+pub(crate) struct DecoderLayer {
+    pub input_norm: View,
+    /// q, k and v rows in one matrix.
+    pub qkv: Weights,
+    /// f32 `[2, head_dim]`.
+    pub head_norms: View,
+    pub o: Weights,
+    pub mlp_norm: View,
+    pub mlp: Mlp,
+}
+
+/// What follows attention.
+#[derive(Debug)]
+pub(crate) enum Mlp {
+    Experts(Box<MoeLayer>),
+    Dense { gate_up: Weights, down: Weights },
+}
+
+impl Model {
+    /// The model's configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Bytes of weights on the device.
+    pub fn bytes_loaded(&self) -> u64 {
+        self.bytes_loaded
+    }
+
+    /// The matrix of the LM head.
+    pub(crate) fn head(&self) -> &Weights {
+        self.lm_head.as_ref().unwrap_or(&self.embedding)
+    }
+}

@@ -1,0 +1,30 @@
+//! How pairs meet matrices: one by one, or sorted into tiles.
+
+/// Tile height for `pairs` spread over `matrices`, or `None` for one pair at a time.
+///
+/// A tile reads a matrix once for all its pairs, but a bucket with fewer pairs than the tile wastes the rest. The
+/// thresholds come from `benches/` on llvmpipe; they are the same on every device until the tuning tables exist.
+pub fn tile(pairs: usize, matrices: usize) -> Option<usize> {
+    let matrices = matrices.max(1);
+    if pairs < 2 * matrices {
+        None
+    } else if pairs < 12 * matrices {
+        Some(4)
+    } else {
+        Some(8)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_grow_with_the_pairs_of_a_matrix() {
+        assert_eq!(tile(0, 16), None);
+        assert_eq!(tile(31, 16), None);
+        assert_eq!(tile(32, 16), Some(4));
+        assert_eq!(tile(192, 16), Some(8));
+        assert_eq!(tile(5, 0), Some(4));
+    }
+}
