@@ -32,7 +32,9 @@ pub(crate) fn orientation(
         return match version.and_then(|v| v.is_since(CANONICAL_SINCE)) {
             Some(true) => Ok(Some(Orientation::Canonical)),
             Some(false) => Ok(Some(Orientation::Transposed)),
-            None => Err("the parameter is square, and only a released `peft_version` tells which way round it is"),
+            None => Err(
+                "the parameter is square, and only a released `peft_version` tells which way round it is",
+            ),
         };
     }
     Ok(match [y, x] {
@@ -68,7 +70,12 @@ pub(crate) fn expert_factors(
 /// `n` rows of `m` from `first` on.
 pub(crate) fn rows(m: &Matrix, first: usize, n: usize) -> Matrix {
     let row_bytes = m.cols * m.dtype.size();
-    Matrix { dtype: m.dtype, rows: n, cols: m.cols, bytes: m.bytes[first * row_bytes..(first + n) * row_bytes].to_vec() }
+    Matrix {
+        dtype: m.dtype,
+        rows: n,
+        cols: m.cols,
+        bytes: m.bytes[first * row_bytes..(first + n) * row_bytes].to_vec(),
+    }
 }
 
 /// Columns `first`, `first + step`, … of `m`, `n` of them.
@@ -90,7 +97,12 @@ fn gather(m: &Matrix, rows: usize, cols: usize, source: impl Fn(usize, usize) ->
             bytes.extend_from_slice(&m.bytes[at..at + size]);
         }
     }
-    Matrix { dtype: m.dtype, rows, cols, bytes }
+    Matrix {
+        dtype: m.dtype,
+        rows,
+        cols,
+        bytes,
+    }
 }
 
 #[cfg(test)]
@@ -100,7 +112,12 @@ mod tests {
 
     fn matrix(rows: usize, cols: usize) -> Matrix {
         let values: Vec<f32> = (0..rows * cols).map(|i| i as f32).collect();
-        Matrix { dtype: DType::F32, rows, cols, bytes: DType::F32.encode(&values) }
+        Matrix {
+            dtype: DType::F32,
+            rows,
+            cols,
+            bytes: DType::F32.encode(&values),
+        }
     }
 
     fn values(m: &Matrix) -> Vec<f32> {
@@ -111,13 +128,40 @@ mod tests {
     fn blocks_of_one_expert() {
         // E 3, R 2, X 2, Y 1.
         let (a, b) = (matrix(6, 2), matrix(1, 6));
-        let (a1, b1) = expert_factors(&a, &b, 1, 2, Orientation::Canonical, ExpertColumns::RankMajor);
-        assert_eq!((values(&a1), values(&b1)), (vec![4.0, 5.0, 6.0, 7.0], vec![1.0, 4.0]));
-        let (_, b1) = expert_factors(&a, &b, 1, 2, Orientation::Canonical, ExpertColumns::GroupedByExpert);
+        let (a1, b1) = expert_factors(
+            &a,
+            &b,
+            1,
+            2,
+            Orientation::Canonical,
+            ExpertColumns::RankMajor,
+        );
+        assert_eq!(
+            (values(&a1), values(&b1)),
+            (vec![4.0, 5.0, 6.0, 7.0], vec![1.0, 4.0])
+        );
+        let (_, b1) = expert_factors(
+            &a,
+            &b,
+            1,
+            2,
+            Orientation::Canonical,
+            ExpertColumns::GroupedByExpert,
+        );
         assert_eq!(values(&b1), [2.0, 3.0]);
-        let (a1, b1) = expert_factors(&a, &b, 1, 2, Orientation::Transposed, ExpertColumns::RankMajor);
+        let (a1, b1) = expert_factors(
+            &a,
+            &b,
+            1,
+            2,
+            Orientation::Transposed,
+            ExpertColumns::RankMajor,
+        );
         assert_eq!((a1.rows, a1.cols, b1.rows, b1.cols), (2, 1, 2, 2));
-        assert_eq!((values(&a1), values(&b1)), (vec![1.0, 4.0], vec![4.0, 6.0, 5.0, 7.0]));
+        assert_eq!(
+            (values(&a1), values(&b1)),
+            (vec![1.0, 4.0], vec![4.0, 6.0, 5.0, 7.0])
+        );
     }
 
     #[test]
@@ -127,13 +171,30 @@ mod tests {
             ([8, 4], [8, 4], None, Ok(Some(Orientation::Canonical))),
             ([4, 8], [8, 4], None, Ok(Some(Orientation::Transposed))),
             ([4, 4], [8, 4], None, Ok(None)),
-            ([4, 4], [4, 4], version("0.18.1"), Ok(Some(Orientation::Transposed))),
-            ([4, 4], [4, 4], version("0.19.0"), Ok(Some(Orientation::Transposed))),
-            ([4, 4], [4, 4], version("0.19.1"), Ok(Some(Orientation::Canonical))),
+            (
+                [4, 4],
+                [4, 4],
+                version("0.18.1"),
+                Ok(Some(Orientation::Transposed)),
+            ),
+            (
+                [4, 4],
+                [4, 4],
+                version("0.19.0"),
+                Ok(Some(Orientation::Transposed)),
+            ),
+            (
+                [4, 4],
+                [4, 4],
+                version("0.19.1"),
+                Ok(Some(Orientation::Canonical)),
+            ),
             ([4, 8], [4, 4], version("0.19.1"), Ok(None)),
         ];
-        let wrong: Vec<_> =
-            cases.iter().filter(|(got, want, v, expected)| orientation(*got, *want, *v) != *expected).collect();
+        let wrong: Vec<_> = cases
+            .iter()
+            .filter(|(got, want, v, expected)| orientation(*got, *want, *v) != *expected)
+            .collect();
         assert!(wrong.is_empty(), "{wrong:?}");
         assert!(orientation([4, 4], [4, 4], None).is_err());
         assert!(orientation([4, 4], [4, 4], version("0.19.1.dev0")).is_err());
