@@ -38,22 +38,10 @@ impl DType {
     /// Decodes little-endian `bytes` into f32 values; a trailing partial element is ignored.
     pub fn decode(self, bytes: &[u8]) -> Vec<f32> {
         match self {
-            Self::F32 => bytes
-                .chunks_exact(4)
-                .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-                .collect(),
-            Self::I32 => bytes
-                .chunks_exact(4)
-                .map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]) as f32)
-                .collect(),
-            Self::F16 => bytes
-                .chunks_exact(2)
-                .map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32())
-                .collect(),
-            Self::Bf16 => bytes
-                .chunks_exact(2)
-                .map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32())
-                .collect(),
+            Self::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+            Self::I32 => bytes.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]) as f32).collect(),
+            Self::F16 => bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+            Self::Bf16 => bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
         }
     }
 
@@ -61,18 +49,9 @@ impl DType {
     pub fn encode(self, values: &[f32]) -> Vec<u8> {
         match self {
             Self::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
-            Self::I32 => values
-                .iter()
-                .flat_map(|v| (*v as i32).to_le_bytes())
-                .collect(),
-            Self::F16 => values
-                .iter()
-                .flat_map(|v| f16::from_f32(*v).to_le_bytes())
-                .collect(),
-            Self::Bf16 => values
-                .iter()
-                .flat_map(|v| bf16::from_f32(*v).to_le_bytes())
-                .collect(),
+            Self::I32 => values.iter().flat_map(|v| (*v as i32).to_le_bytes()).collect(),
+            Self::F16 => values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect(),
+            Self::Bf16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
         }
     }
 }

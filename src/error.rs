@@ -44,10 +44,7 @@ pub struct Error {
 impl Error {
     /// An error of `kind`; `context` is lower case, without a full stop, names in backticks.
     pub fn new(kind: ErrorKind, context: impl Into<String>) -> Self {
-        Self {
-            kind,
-            context: context.into(),
-        }
+        Self { kind, context: context.into() }
     }
 
     /// An input/output error on `path`.
@@ -62,9 +59,6 @@ impl Error {
 
     /// The same error with `prefix: ` in front of its message.
     pub fn within(self, prefix: impl std::fmt::Display) -> Self {
-        Self {
-            kind: self.kind,
-            context: format!("{prefix}: {}", self.context),
-        }
+        Self { kind: self.kind, context: format!("{prefix}: {}", self.context) }
     }
 }

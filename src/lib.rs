@@ -1,11 +1,11 @@
 //! Portable compute runtime for mixture-of-experts models with mixed LoRA adapters.
 
-pub mod adapter;
-pub mod checkpoint;
-pub mod dtype;
 pub mod error;
+pub mod shape;
+pub mod dtype;
+pub mod checkpoint;
 pub mod family;
 pub mod placement;
-pub mod shape;
+pub mod adapter;
 
 pub use error::{Error, ErrorKind, Result};

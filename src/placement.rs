@@ -21,17 +21,13 @@ impl Placement {
         let (base, extra) = (experts / ranks, experts % ranks);
         let first = rank * base + rank.min(extra);
         let n = base + usize::from(rank < extra);
-        Ok(Self::of(experts, ranks, rank, |expert| {
-            (first..first + n).contains(&expert)
-        }))
+        Ok(Self::of(experts, ranks, rank, |expert| (first..first + n).contains(&expert)))
     }
 
     /// Expert e lives on rank e mod `ranks`. Errors as [`linear`](Self::linear).
     pub fn round_robin(experts: usize, ranks: usize, rank: usize) -> Result<Self> {
         check(experts, ranks, rank)?;
-        Ok(Self::of(experts, ranks, rank, |expert| {
-            expert % ranks == rank
-        }))
+        Ok(Self::of(experts, ranks, rank, |expert| expert % ranks == rank))
     }
 
     /// `owners[e]` lists the ranks that hold expert e; several may hold a copy.
@@ -41,12 +37,7 @@ impl Placement {
     pub fn table(owners: &[Vec<usize>], ranks: usize, rank: usize) -> Result<Self> {
         check(owners.len(), ranks, rank)?;
         for (expert, list) in owners.iter().enumerate() {
-            let fail = |message: String| {
-                Err(Error::new(
-                    ErrorKind::Config,
-                    format!("expert {expert}: {message}"),
-                ))
-            };
+            let fail = |message: String| Err(Error::new(ErrorKind::Config, format!("expert {expert}: {message}")));
             if list.is_empty() {
                 return fail("expected at least one owner, got none".to_owned());
             }
@@ -59,9 +50,7 @@ impl Placement {
                 }
             }
         }
-        Ok(Self::of(owners.len(), ranks, rank, |expert| {
-            owners[expert].contains(&rank)
-        }))
+        Ok(Self::of(owners.len(), ranks, rank, |expert| owners[expert].contains(&rank)))
     }
 
     fn of(experts: usize, ranks: usize, rank: usize, holds: impl Fn(usize) -> bool) -> Self {
@@ -73,12 +62,7 @@ impl Placement {
             next += 1;
             next - 1
         };
-        Self {
-            experts,
-            ranks,
-            rank,
-            local: (0..experts).map(&mut number).collect(),
-        }
+        Self { experts, ranks, rank, local: (0..experts).map(&mut number).collect() }
     }
 
     /// E: experts of a layer.
@@ -103,9 +87,7 @@ impl Placement {
 
     /// The global ids of this rank's experts, by local number: `[E_l]`.
     pub fn owned(&self) -> Vec<usize> {
-        (0..self.experts)
-            .filter(|&expert| self.local[expert] >= 0)
-            .collect()
+        (0..self.experts).filter(|&expert| self.local[expert] >= 0).collect()
     }
 
     /// True when this rank holds every expert, so that global and local numbers are the same.
@@ -115,12 +97,7 @@ impl Placement {
 }
 
 fn check(experts: usize, ranks: usize, rank: usize) -> Result<()> {
-    let fail = |message: String| {
-        Err(Error::new(
-            ErrorKind::Config,
-            format!("placement: {message}"),
-        ))
-    };
+    let fail = |message: String| Err(Error::new(ErrorKind::Config, format!("placement: {message}")));
     if experts == 0 || i32::try_from(experts).is_err() {
         return fail(format!("expected 1 to {} experts, got {experts}", i32::MAX));
     }
@@ -138,29 +115,16 @@ mod tests {
     fn every_expert_lives_on_exactly_one_rank() {
         let mut failures = Vec::new();
         for (experts, ranks) in [(1, 1), (8, 1), (8, 2), (7, 3), (6, 4), (3, 5), (128, 7)] {
-            for (name, make) in [
-                ("linear", Placement::linear as fn(_, _, _) -> _),
-                ("robin", Placement::round_robin),
-            ] {
-                let all: Vec<Placement> = (0..ranks)
-                    .map(|r| make(experts, ranks, r).unwrap())
-                    .collect();
+            for (name, make) in [("linear", Placement::linear as fn(_, _, _) -> _), ("robin", Placement::round_robin)] {
+                let all: Vec<Placement> = (0..ranks).map(|r| make(experts, ranks, r).unwrap()).collect();
                 let mut ids: Vec<usize> = all.iter().flat_map(Placement::owned).collect();
                 ids.sort_unstable();
                 let sizes: Vec<usize> = all.iter().map(|p| p.owned().len()).collect();
-                let even = sizes
-                    .iter()
-                    .enumerate()
-                    .all(|(r, n)| *n == experts / ranks + usize::from(r < experts % ranks));
-                let numbered = all.iter().all(|p| {
-                    p.owned()
-                        .iter()
-                        .enumerate()
-                        .all(|(i, &e)| p.local_table()[e] == i as i32)
-                });
-                let identity = all
-                    .iter()
-                    .all(|p| p.is_identity() == (ranks == 1 || experts == p.owned().len()));
+                let even =
+                    sizes.iter().enumerate().all(|(r, n)| *n == experts / ranks + usize::from(r < experts % ranks));
+                let numbered =
+                    all.iter().all(|p| p.owned().iter().enumerate().all(|(i, &e)| p.local_table()[e] == i as i32));
+                let identity = all.iter().all(|p| p.is_identity() == (ranks == 1 || experts == p.owned().len()));
                 if ids != (0..experts).collect::<Vec<_>>() || !even || !numbered || !identity {
                     failures.push((name, experts, ranks));
                 }
@@ -171,28 +135,17 @@ mod tests {
 
     #[test]
     fn uneven_blocks_are_contiguous_and_larger_first() {
-        let owned: Vec<_> = (0..3)
-            .map(|r| Placement::linear(7, 3, r).unwrap().owned())
-            .collect();
+        let owned: Vec<_> = (0..3).map(|r| Placement::linear(7, 3, r).unwrap().owned()).collect();
         assert_eq!(owned, [vec![0, 1, 2], vec![3, 4], vec![5, 6]]);
-        assert_eq!(
-            Placement::linear(7, 3, 1).unwrap().local_table(),
-            [-1, -1, -1, 0, 1, -1, -1]
-        );
-        assert_eq!(
-            Placement::round_robin(7, 3, 1).unwrap().local_table(),
-            [-1, 0, -1, -1, 1, -1, -1]
-        );
+        assert_eq!(Placement::linear(7, 3, 1).unwrap().local_table(), [-1, -1, -1, 0, 1, -1, -1]);
+        assert_eq!(Placement::round_robin(7, 3, 1).unwrap().local_table(), [-1, 0, -1, -1, 1, -1, -1]);
     }
 
     #[test]
     fn a_table_may_hold_copies() {
         let owners = [vec![1], vec![0, 1], vec![0]];
         assert_eq!(Placement::table(&owners, 2, 0).unwrap().owned(), [1, 2]);
-        assert_eq!(
-            Placement::table(&owners, 2, 1).unwrap().local_table(),
-            [0, 1, -1]
-        );
+        assert_eq!(Placement::table(&owners, 2, 1).unwrap().local_table(), [0, 1, -1]);
     }
 
     #[test]

@@ -86,12 +86,8 @@ impl AdapterConfig {
         let file = Object::open(path)?;
         refuse_unsupported(&file)?;
         let mut n_regexes = 0;
-        let ranks = patterns(&file, "rank_pattern", &mut n_regexes, |key, v| {
-            file.as_count(key, v, 1..=MAX_RANK)
-        })?;
-        let alphas = patterns(&file, "alpha_pattern", &mut n_regexes, |key, v| {
-            file.as_number(key, v)
-        })?;
+        let ranks = patterns(&file, "rank_pattern", &mut n_regexes, |key, v| file.as_count(key, v, 1..=MAX_RANK))?;
+        let alphas = patterns(&file, "alpha_pattern", &mut n_regexes, |key, v| file.as_number(key, v))?;
         Ok(Self {
             rank: file.count("r", 1..=MAX_RANK)?.unwrap_or(8),
             alpha: file.number("lora_alpha")?.unwrap_or(8.0),
@@ -116,15 +112,9 @@ impl AdapterConfig {
     pub(crate) fn scale_of(&self, name: &str, rank: usize) -> Result<f32> {
         let alpha = first_match(&self.alphas, name)?.unwrap_or(self.alpha);
         let rank = rank as f64;
-        let scale = (if self.rslora {
-            alpha / rank.sqrt()
-        } else {
-            alpha / rank
-        }) as f32;
+        let scale = (if self.rslora { alpha / rank.sqrt() } else { alpha / rank }) as f32;
         if !scale.is_finite() {
-            let message = format!(
-                "`lora_alpha` of `{name}`: expected a scale that is finite in f32, got {scale}"
-            );
+            let message = format!("`lora_alpha` of `{name}`: expected a scale that is finite in f32, got {scale}");
             return Err(crate::Error::new(ErrorKind::Config, message));
         }
         Ok(scale)
@@ -142,9 +132,7 @@ impl AdapterConfig {
 
     /// True when the configuration targets the parameter `name` (module and parameter, without `base_layer`).
     pub(crate) fn targets_parameter(&self, name: &str) -> bool {
-        self.target_parameters
-            .iter()
-            .any(|target| is_suffix(name, target))
+        self.target_parameters.iter().any(|target| is_suffix(name, target))
     }
 
     /// The version that saved the adapter, if it says so.
@@ -172,26 +160,18 @@ impl Version {
             *number = rest[..n_digits].parse().ok()?;
             rest = &rest[n_digits..];
         }
-        Some(Self {
-            numbers,
-            pre: !rest.is_empty(),
-        })
+        Some(Self { numbers, pre: !rest.is_empty() })
     }
 
     /// Whether this is `release` or later; `None` for a development version on the way to it, which may be either.
     pub(crate) fn is_since(self, release: [u32; 3]) -> Option<bool> {
-        if self.pre && self.numbers == release {
-            None
-        } else {
-            Some(self.numbers >= release)
-        }
+        if self.pre && self.numbers == release { None } else { Some(self.numbers >= release) }
     }
 }
 
 /// `name` is `target`, or ends with a dot and `target`.
 fn is_suffix(name: &str, target: &str) -> bool {
-    name.strip_suffix(target)
-        .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+    name.strip_suffix(target).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
 fn refuse_unsupported(file: &Object) -> Result<()> {
@@ -204,10 +184,7 @@ fn refuse_unsupported(file: &Object) -> Result<()> {
         None => return Err(file.missing("peft_type")),
         Some("LORA") => {}
         Some(other) => {
-            return Err(file.unsupported(format!(
-                "`peft_type`: expected `LORA`, got `{}`",
-                shown(other)
-            )));
+            return Err(file.unsupported(format!("`peft_type`: expected `LORA`, got `{}`", shown(other))));
         }
     }
     if let Some(bias) = file.text("bias")?.filter(|bias| *bias != "none") {
@@ -229,32 +206,22 @@ fn target_modules(file: &Object) -> Result<Targets> {
     match file.get("target_modules") {
         None => Ok(Targets::All),
         Some(Value::String(text)) if text == "all-linear" => Ok(Targets::All),
-        Some(Value::String(text)) => Ok(Targets::Regex(Box::new(regex(
-            file,
-            "target_modules",
-            &format!("^(?:{text})$"),
-        )?))),
+        Some(Value::String(text)) => {
+            Ok(Targets::Regex(Box::new(regex(file, "target_modules", &format!("^(?:{text})$"))?)))
+        }
         Some(_) => Ok(Targets::Names(file.strings("target_modules")?)),
     }
 }
 
 /// The markers Unsloth writes, at the top level or within `auto_mapping`.
 fn expert_columns(file: &Object) -> Result<Option<ExpertColumns>> {
-    let mapping = if file.get("auto_mapping").is_some_and(Value::is_object) {
-        file.object("auto_mapping")?
-    } else {
-        None
-    };
+    let mapping =
+        if file.get("auto_mapping").is_some_and(Value::is_object) { file.object("auto_mapping")? } else { None };
     let mut marks = Vec::new();
     for object in [Some(file), mapping.as_ref()].into_iter().flatten() {
         marks.extend(object.text("lora_B_layout")?);
-        let details = object
-            .get("unsloth_fused_expert_lora")
-            .and_then(|d| d.get("parameters"));
-        let details = details
-            .and_then(Value::as_object)
-            .into_iter()
-            .flat_map(|parameters| parameters.values());
+        let details = object.get("unsloth_fused_expert_lora").and_then(|d| d.get("parameters"));
+        let details = details.and_then(Value::as_object).into_iter().flat_map(|parameters| parameters.values());
         marks.extend(details.filter_map(|p| p.get("lora_B_layout")?.as_str()));
     }
     let Some((first, others)) = marks.split_first() else {
@@ -262,9 +229,7 @@ fn expert_columns(file: &Object) -> Result<Option<ExpertColumns>> {
         return Ok((!ambiguous).then_some(ExpertColumns::RankMajor));
     };
     if others.iter().any(|mark| mark != first) {
-        return Err(
-            file.unsupported("`lora_B_layout`: different layouts in one adapter are not supported")
-        );
+        return Err(file.unsupported("`lora_B_layout`: different layouts in one adapter are not supported"));
     }
     match *first {
         "rank_major" => Ok(Some(ExpertColumns::RankMajor)),
@@ -290,10 +255,7 @@ impl Pattern {
             Self::Plain(key) => {
                 let mut name = name.chars().rev();
                 // In a regular expression a dot stands for any character.
-                let same = key
-                    .chars()
-                    .rev()
-                    .all(|k| name.next().is_some_and(|c| k == '.' || k == c));
+                let same = key.chars().rev().all(|k| name.next().is_some_and(|c| k == '.' || k == c));
                 Ok(same && name.next().is_none_or(|c| c == '.'))
             }
             Self::Regex(regex) => regex.is_match(name).map_err(|e| {
@@ -324,16 +286,12 @@ fn patterns<T>(
     };
     let mut patterns = Vec::new();
     for (text, value) in object.entries() {
-        let pattern = if text
-            .chars()
-            .all(|c| c.is_ascii_alphanumeric() || "_-.".contains(c))
-        {
+        let pattern = if text.chars().all(|c| c.is_ascii_alphanumeric() || "_-.".contains(c)) {
             Pattern::Plain(text.clone())
         } else {
             *n_regexes += 1;
             if *n_regexes > MAX_REGEXES {
-                let message =
-                    format!("`{key}`: expected at most {MAX_REGEXES} regular expressions");
+                let message = format!("`{key}`: expected at most {MAX_REGEXES} regular expressions");
                 return Err(file.error(ErrorKind::Config, message));
             }
             Pattern::Regex(Box::new(regex(file, key, &format!(r"^(.*\.)?({text})$"))?))
@@ -347,12 +305,7 @@ fn regex(file: &Object, key: &str, text: &str) -> Result<Regex> {
     RegexBuilder::new(text)
         .backtrack_limit(MAX_BACKTRACKS)
         .build()
-        .map_err(|e| {
-            file.error(
-                ErrorKind::Config,
-                format!("`{key}`: pattern `{}`: {e}", shown(text)),
-            )
-        })
+        .map_err(|e| file.error(ErrorKind::Config, format!("`{key}`: pattern `{}`: {e}", shown(text))))
 }
 
 #[cfg(test)]
@@ -361,30 +314,11 @@ mod tests {
 
     #[test]
     fn plain_patterns_match_as_their_regex_does() {
-        let keys = [
-            "q_proj",
-            "layers.0.q_proj",
-            "model.q",
-            ".q_proj",
-            "",
-            "x_proj",
-            "experts.down_proj",
-            "d.wn_proj",
-        ];
-        let names = [
-            "q_proj",
-            "model.layers.0.q_proj",
-            "model.xq_proj",
-            "a.experts.down_proj",
-            "dawn_proj",
-            "",
-        ];
+        let keys = ["q_proj", "layers.0.q_proj", "model.q", ".q_proj", "", "x_proj", "experts.down_proj", "d.wn_proj"];
+        let names = ["q_proj", "model.layers.0.q_proj", "model.xq_proj", "a.experts.down_proj", "dawn_proj", ""];
         let mut failures = Vec::new();
         for (key, name) in keys.into_iter().flat_map(|k| names.map(|n| (k, n))) {
-            let expected = Regex::new(&format!(r"^(.*\.)?({key})$"))
-                .unwrap()
-                .is_match(name)
-                .unwrap();
+            let expected = Regex::new(&format!(r"^(.*\.)?({key})$")).unwrap().is_match(name).unwrap();
             if Pattern::Plain(key.to_owned()).is_match(name).unwrap() != expected {
                 failures.push((key, name, expected));
             }
@@ -404,18 +338,9 @@ mod tests {
             ("0.19.1.dev0", None),
             ("0.19.2rc1", Some(true)),
         ];
-        let wrong: Vec<_> = cases
-            .iter()
-            .filter(|(text, since)| Version::parse(text).unwrap().is_since([0, 19, 1]) != *since)
-            .collect();
+        let wrong: Vec<_> =
+            cases.iter().filter(|(text, since)| Version::parse(text).unwrap().is_since([0, 19, 1]) != *since).collect();
         assert!(wrong.is_empty(), "{wrong:?}");
-        assert_eq!(
-            [
-                Version::parse(""),
-                Version::parse("0.19"),
-                Version::parse("x.1.2")
-            ],
-            [None; 3]
-        );
+        assert_eq!([Version::parse(""), Version::parse("0.19"), Version::parse("x.1.2")], [None; 3]);
     }
 }

@@ -51,35 +51,17 @@ impl Decoder<'_> {
         };
         let shape = self.model.family.shape(role, self.model);
         let Some([out, inn]) = shape.as_deref().and_then(|s| s.first_chunk::<2>()) else {
-            return Err(self.does_not_fit(
-                &pair.a,
-                "the model has no such layer, expert or projection".to_owned(),
-            ));
+            return Err(self.does_not_fit(&pair.a, "the model has no such layer, expert or projection".to_owned()));
         };
         let parameter = format!("{}.weight", pair.module);
-        let name = if self.config.targets_parameter(&parameter) {
-            &parameter
-        } else {
-            &pair.module
-        };
+        let name = if self.config.targets_parameter(&parameter) { &parameter } else { &pair.module };
         if name == &pair.module && !self.config.targets_module(name) {
-            log::warn!(
-                "`{}`: `{name}` has tensors but is not in `target_modules`",
-                self.file.path().display()
-            );
+            log::warn!("`{}`: `{name}` has tensors but is not in `target_modules`", self.file.path().display());
         }
         let (rank, scale) = self.rank_and_scale(name)?;
         let a = self.matrix(&pair.a, [rank, *inn])?;
         let b = self.matrix(&pair.b, [*out, rank])?;
-        Ok(Factor {
-            layer,
-            site,
-            expert,
-            rank,
-            scale,
-            a: Arc::new(a),
-            b: Arc::new(b),
-        })
+        Ok(Factor { layer, site, expert, rank, scale, a: Arc::new(a), b: Arc::new(b) })
     }
 
     /// Which parameter of `mlp.experts` a pair belongs to. The names of the tensors do not say; PEFT wraps the parameters
@@ -87,20 +69,14 @@ impl Decoder<'_> {
     fn fused_parameter(&self, pair: &Pair, depth: usize, depths: &[usize]) -> Result<Fused> {
         let n_wrappers = depths.len();
         if let Some(deepest) = depths.iter().find(|d| **d >= n_wrappers) {
-            let message = format!(
-                "expected a pair for each of {} nested wrappers, got {n_wrappers}",
-                deepest + 1
-            );
+            let message = format!("expected a pair for each of {} nested wrappers, got {n_wrappers}", deepest + 1);
             return Err(self.at(ErrorKind::Adapter, &pair.a, message));
         }
         match (n_wrappers, depth) {
             (2, 1) => Ok(Fused::GateUp),
             (2, 0) => Ok(Fused::Down),
             (1, 0) => {
-                let targeted = |p: Fused| {
-                    self.config
-                        .targets_parameter(&format!("{}.{}", pair.module, p.name()))
-                };
+                let targeted = |p: Fused| self.config.targets_parameter(&format!("{}.{}", pair.module, p.name()));
                 match (targeted(Fused::GateUp), targeted(Fused::Down)) {
                     (true, false) => Ok(Fused::GateUp),
                     (false, true) => Ok(Fused::Down),
@@ -121,30 +97,17 @@ impl Decoder<'_> {
     }
 
     /// The factors of all experts of one fused parameter.
-    fn fused(
-        &self,
-        pair: &Pair,
-        layer: usize,
-        parameter: Fused,
-        factors: &mut Vec<Factor>,
-    ) -> Result<()> {
+    fn fused(&self, pair: &Pair, layer: usize, parameter: Fused, factors: &mut Vec<Factor>) -> Result<()> {
         let role = match parameter {
             Fused::GateUp => Role::FusedGateUp { layer },
             Fused::Down => Role::FusedDown { layer },
         };
         let shape = self.model.family.shape(role, self.model);
-        let Some(&[n_experts, out, inn]) = shape.as_deref().and_then(|s| s.first_chunk::<3>())
-        else {
-            return Err(
-                self.does_not_fit(&pair.a, "the model has no experts in this layer".to_owned())
-            );
+        let Some(&[n_experts, out, inn]) = shape.as_deref().and_then(|s| s.first_chunk::<3>()) else {
+            return Err(self.does_not_fit(&pair.a, "the model has no experts in this layer".to_owned()));
         };
-        let (rank, scale) =
-            self.rank_and_scale(&format!("{}.{}", pair.module, parameter.name()))?;
-        let (a_shape, b_shape) = (
-            self.file.tensor(&pair.a)?.shape,
-            self.file.tensor(&pair.b)?.shape,
-        );
+        let (rank, scale) = self.rank_and_scale(&format!("{}.{}", pair.module, parameter.name()))?;
+        let (a_shape, b_shape) = (self.file.tensor(&pair.a)?.shape, self.file.tensor(&pair.b)?.shape);
         let (Some(&x), Some(&y)) = (a_shape.last(), b_shape.first()) else {
             let message = format!("expected two dimensions, got {a_shape:?} and {b_shape:?}");
             return Err(self.at(ErrorKind::Adapter, &pair.a, message));
@@ -165,15 +128,7 @@ impl Decoder<'_> {
             let (a, b) = layout::expert_factors(&a, &b, expert, rank, orientation, columns);
             let a = Arc::new(a);
             let mut push = |site, b| {
-                factors.push(Factor {
-                    layer,
-                    site,
-                    expert,
-                    rank,
-                    scale,
-                    a: a.clone(),
-                    b: Arc::new(b),
-                });
+                factors.push(Factor { layer, site, expert, rank, scale, a: a.clone(), b: Arc::new(b) });
             };
             match parameter {
                 Fused::GateUp => {
@@ -204,24 +159,12 @@ impl Decoder<'_> {
     fn matrix(&self, name: &str, [rows, cols]: [usize; 2]) -> Result<Matrix> {
         let view = self.file.tensor(name)?;
         if view.dtype == DType::I32 {
-            return Err(self.at(
-                ErrorKind::Adapter,
-                name,
-                "expected `F32`, `F16` or `BF16`, got `I32`".to_owned(),
-            ));
+            return Err(self.at(ErrorKind::Adapter, name, "expected `F32`, `F16` or `BF16`, got `I32`".to_owned()));
         }
         if view.shape != [rows, cols] {
-            return Err(self.does_not_fit(
-                name,
-                format!("expected [{rows}, {cols}], got {:?}", view.shape),
-            ));
+            return Err(self.does_not_fit(name, format!("expected [{rows}, {cols}], got {:?}", view.shape)));
         }
-        Ok(Matrix {
-            dtype: view.dtype,
-            rows,
-            cols,
-            bytes: view.all().to_vec(),
-        })
+        Ok(Matrix { dtype: view.dtype, rows, cols, bytes: view.all().to_vec() })
     }
 
     fn does_not_fit(&self, name: &str, message: String) -> Error {
@@ -230,14 +173,7 @@ impl Decoder<'_> {
     }
 
     fn at(&self, kind: ErrorKind, name: &str, message: String) -> Error {
-        Error::new(
-            kind,
-            format!(
-                "`{}`: tensor `{}`: {message}",
-                self.file.path().display(),
-                shown(name)
-            ),
-        )
+        Error::new(kind, format!("`{}`: tensor `{}`: {message}", self.file.path().display(), shown(name)))
     }
 }
 

@@ -32,9 +32,7 @@ pub(crate) fn orientation(
         return match version.and_then(|v| v.is_since(CANONICAL_SINCE)) {
             Some(true) => Ok(Some(Orientation::Canonical)),
             Some(false) => Ok(Some(Orientation::Transposed)),
-            None => Err(
-                "the parameter is square, and only a released `peft_version` tells which way round it is",
-            ),
+            None => Err("the parameter is square, and only a released `peft_version` tells which way round it is"),
         };
     }
     Ok(match [y, x] {
@@ -97,12 +95,7 @@ fn gather(m: &Matrix, rows: usize, cols: usize, source: impl Fn(usize, usize) ->
             bytes.extend_from_slice(&m.bytes[at..at + size]);
         }
     }
-    Matrix {
-        dtype: m.dtype,
-        rows,
-        cols,
-        bytes,
-    }
+    Matrix { dtype: m.dtype, rows, cols, bytes }
 }
 
 #[cfg(test)]
@@ -112,12 +105,7 @@ mod tests {
 
     fn matrix(rows: usize, cols: usize) -> Matrix {
         let values: Vec<f32> = (0..rows * cols).map(|i| i as f32).collect();
-        Matrix {
-            dtype: DType::F32,
-            rows,
-            cols,
-            bytes: DType::F32.encode(&values),
-        }
+        Matrix { dtype: DType::F32, rows, cols, bytes: DType::F32.encode(&values) }
     }
 
     fn values(m: &Matrix) -> Vec<f32> {
@@ -128,40 +116,13 @@ mod tests {
     fn blocks_of_one_expert() {
         // E 3, R 2, X 2, Y 1.
         let (a, b) = (matrix(6, 2), matrix(1, 6));
-        let (a1, b1) = expert_factors(
-            &a,
-            &b,
-            1,
-            2,
-            Orientation::Canonical,
-            ExpertColumns::RankMajor,
-        );
-        assert_eq!(
-            (values(&a1), values(&b1)),
-            (vec![4.0, 5.0, 6.0, 7.0], vec![1.0, 4.0])
-        );
-        let (_, b1) = expert_factors(
-            &a,
-            &b,
-            1,
-            2,
-            Orientation::Canonical,
-            ExpertColumns::GroupedByExpert,
-        );
+        let (a1, b1) = expert_factors(&a, &b, 1, 2, Orientation::Canonical, ExpertColumns::RankMajor);
+        assert_eq!((values(&a1), values(&b1)), (vec![4.0, 5.0, 6.0, 7.0], vec![1.0, 4.0]));
+        let (_, b1) = expert_factors(&a, &b, 1, 2, Orientation::Canonical, ExpertColumns::GroupedByExpert);
         assert_eq!(values(&b1), [2.0, 3.0]);
-        let (a1, b1) = expert_factors(
-            &a,
-            &b,
-            1,
-            2,
-            Orientation::Transposed,
-            ExpertColumns::RankMajor,
-        );
+        let (a1, b1) = expert_factors(&a, &b, 1, 2, Orientation::Transposed, ExpertColumns::RankMajor);
         assert_eq!((a1.rows, a1.cols, b1.rows, b1.cols), (2, 1, 2, 2));
-        assert_eq!(
-            (values(&a1), values(&b1)),
-            (vec![1.0, 4.0], vec![4.0, 6.0, 5.0, 7.0])
-        );
+        assert_eq!((values(&a1), values(&b1)), (vec![1.0, 4.0], vec![4.0, 6.0, 5.0, 7.0]));
     }
 
     #[test]
@@ -171,30 +132,13 @@ mod tests {
             ([8, 4], [8, 4], None, Ok(Some(Orientation::Canonical))),
             ([4, 8], [8, 4], None, Ok(Some(Orientation::Transposed))),
             ([4, 4], [8, 4], None, Ok(None)),
-            (
-                [4, 4],
-                [4, 4],
-                version("0.18.1"),
-                Ok(Some(Orientation::Transposed)),
-            ),
-            (
-                [4, 4],
-                [4, 4],
-                version("0.19.0"),
-                Ok(Some(Orientation::Transposed)),
-            ),
-            (
-                [4, 4],
-                [4, 4],
-                version("0.19.1"),
-                Ok(Some(Orientation::Canonical)),
-            ),
+            ([4, 4], [4, 4], version("0.18.1"), Ok(Some(Orientation::Transposed))),
+            ([4, 4], [4, 4], version("0.19.0"), Ok(Some(Orientation::Transposed))),
+            ([4, 4], [4, 4], version("0.19.1"), Ok(Some(Orientation::Canonical))),
             ([4, 8], [4, 4], version("0.19.1"), Ok(None)),
         ];
-        let wrong: Vec<_> = cases
-            .iter()
-            .filter(|(got, want, v, expected)| orientation(*got, *want, *v) != *expected)
-            .collect();
+        let wrong: Vec<_> =
+            cases.iter().filter(|(got, want, v, expected)| orientation(*got, *want, *v) != *expected).collect();
         assert!(wrong.is_empty(), "{wrong:?}");
         assert!(orientation([4, 4], [4, 4], None).is_err());
         assert!(orientation([4, 4], [4, 4], version("0.19.1.dev0")).is_err());

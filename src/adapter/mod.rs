@@ -99,30 +99,17 @@ impl Adapter {
         let path = dir.join("adapter_model.safetensors");
         let pickle = dir.join("adapter_model.bin");
         if !path.exists() && pickle.exists() {
-            let message = format!(
-                "`{}`: pickle files are not read; convert it to safetensors",
-                pickle.display()
-            );
+            let message = format!("`{}`: pickle files are not read; convert it to safetensors", pickle.display());
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         let file = SafetensorsFile::open(&path)?;
         let pairs = names::pairs(file.names(), model.family).map_err(|(kind, name, reason)| {
-            Error::new(
-                kind,
-                format!("`{}`: tensor `{}`: {reason}", path.display(), shown(&name)),
-            )
+            Error::new(kind, format!("`{}`: tensor `{}`: {reason}", path.display(), shown(&name)))
         })?;
         if pairs.is_empty() {
-            return Err(Error::new(
-                ErrorKind::Adapter,
-                format!("`{}`: no tensors", path.display()),
-            ));
+            return Err(Error::new(ErrorKind::Adapter, format!("`{}`: no tensors", path.display())));
         }
-        let decoder = decode::Decoder {
-            file: &file,
-            config: &config,
-            model,
-        };
+        let decoder = decode::Decoder { file: &file, config: &config, model };
         let mut factors = decoder.factors(&pairs)?;
         factors.sort_by_key(Factor::place);
         if let Some([_, twice]) = factors.windows(2).find(|w| w[0].place() == w[1].place()) {
@@ -133,11 +120,7 @@ impl Adapter {
             );
             return Err(Error::new(ErrorKind::Adapter, message));
         }
-        Ok(Self {
-            path: dir.to_owned(),
-            factors,
-            bytes_read: file.bytes_read(),
-        })
+        Ok(Self { path: dir.to_owned(), factors, bytes_read: file.bytes_read() })
     }
 }
 

@@ -66,62 +66,35 @@ pub(crate) struct Pair {
 pub(crate) type Refusal = (ErrorKind, String, String);
 
 /// Sorts all tensor names of a file into pairs, ordered by target. Every name ends up in a pair or is refused.
-pub(crate) fn pairs<'a>(
-    names: impl Iterator<Item = &'a str>,
-    family: Family,
-) -> Result<Vec<Pair>, Refusal> {
+pub(crate) fn pairs<'a>(names: impl Iterator<Item = &'a str>, family: Family) -> Result<Vec<Pair>, Refusal> {
     let mut found: BTreeMap<Target, (String, [Option<String>; 2])> = BTreeMap::new();
     for name in names {
-        let (module, target, side) =
-            parse(name, family).map_err(|(kind, reason)| (kind, name.to_owned(), reason))?;
-        let sides = &mut found
-            .entry(target)
-            .or_insert_with(|| (module, [None, None]))
-            .1;
+        let (module, target, side) = parse(name, family).map_err(|(kind, reason)| (kind, name.to_owned(), reason))?;
+        let sides = &mut found.entry(target).or_insert_with(|| (module, [None, None])).1;
         if let Some(other) = sides[side as usize].replace(name.to_owned()) {
             let reason = format!("means the same as `{}`", shown(&other));
             return Err((ErrorKind::Adapter, name.to_owned(), reason));
         }
     }
-    let complete = found
-        .into_iter()
-        .map(|(target, (module, sides))| match sides {
-            [Some(a), Some(b)] => Ok(Pair {
-                module,
-                target,
-                a,
-                b,
-            }),
-            [Some(a), None] => Err((
-                ErrorKind::Adapter,
-                a,
-                "has no `lora_B` to go with it".to_owned(),
-            )),
-            [_, b] => Err((
-                ErrorKind::Adapter,
-                b.unwrap_or_default(),
-                "has no `lora_A` to go with it".to_owned(),
-            )),
-        });
+    let complete = found.into_iter().map(|(target, (module, sides))| match sides {
+        [Some(a), Some(b)] => Ok(Pair { module, target, a, b }),
+        [Some(a), None] => Err((ErrorKind::Adapter, a, "has no `lora_B` to go with it".to_owned())),
+        [_, b] => Err((ErrorKind::Adapter, b.unwrap_or_default(), "has no `lora_A` to go with it".to_owned())),
+    });
     complete.collect()
 }
 
 /// The module, target and side that `name` means.
 fn parse(name: &str, family: Family) -> Result<(String, Target, Side), (ErrorKind, String)> {
     let bare = name.strip_prefix(PREFIX).unwrap_or(name);
-    let Some((module, side)) = SUFFIXES
-        .iter()
-        .find_map(|(suffix, side)| Some((bare.strip_suffix(suffix)?, *side)))
+    let Some((module, side)) = SUFFIXES.iter().find_map(|(suffix, side)| Some((bare.strip_suffix(suffix)?, *side)))
     else {
-        return Err(
-            match OTHER_METHODS.iter().find(|(part, _)| name.contains(part)) {
-                Some((_, method)) => (ErrorKind::Unsupported, format!("{method} is not supported")),
-                None => (
-                    ErrorKind::Adapter,
-                    "expected a name that ends in `.lora_A.weight` or `.lora_B.weight`".to_owned(),
-                ),
-            },
-        );
+        return Err(match OTHER_METHODS.iter().find(|(part, _)| name.contains(part)) {
+            Some((_, method)) => (ErrorKind::Unsupported, format!("{method} is not supported")),
+            None => {
+                (ErrorKind::Adapter, "expected a name that ends in `.lora_A.weight` or `.lora_B.weight`".to_owned())
+            }
+        });
     };
     let (mut bare_module, mut depth) = (module, 0);
     while let Some(inner) = bare_module.strip_suffix(BASE_LAYER) {
@@ -132,10 +105,7 @@ fn parse(name: &str, family: Family) -> Result<(String, Target, Side), (ErrorKin
         _ => match family.role(&format!("{bare_module}.gate_up_proj")) {
             Some(Role::FusedGateUp { layer }) => Target::Fused { layer, depth },
             _ => {
-                return Err((
-                    ErrorKind::Adapter,
-                    "belongs to no module of the model".to_owned(),
-                ));
+                return Err((ErrorKind::Adapter, "belongs to no module of the model".to_owned()));
             }
         },
     };

@@ -78,10 +78,7 @@ impl ModelConfig {
         let hidden = file.need_count("hidden_size", 1..=MAX_WIDTH)?;
         let vocab = file.need_count("vocab_size", 1..=MAX_VOCAB)?;
         let heads = file.need_count("num_attention_heads", 1..=MAX_COUNT)?;
-        let kv_heads = match (
-            file.has("num_key_value_heads"),
-            file.count("num_key_value_heads", 1..=heads)?,
-        ) {
+        let kv_heads = match (file.has("num_key_value_heads"), file.count("num_key_value_heads", 1..=heads)?) {
             (_, Some(n)) => n,
             // Null means one key head for each query head; absence would mean a default that files never rely on.
             (true, None) => heads,
@@ -89,28 +86,20 @@ impl ModelConfig {
         };
         let config_error = |message: String| file.error(ErrorKind::Config, message);
         if !heads.is_multiple_of(kv_heads) {
-            return Err(config_error(format!(
-                "`num_key_value_heads`: expected a divisor of {heads}, got {kv_heads}"
-            )));
+            return Err(config_error(format!("`num_key_value_heads`: expected a divisor of {heads}, got {kv_heads}")));
         }
         let head_dim = match file.count("head_dim", 2..=MAX_WIDTH)? {
             Some(n) => n,
             None if hidden.is_multiple_of(heads) => hidden / heads,
             None => {
-                return Err(config_error(format!(
-                    "`hidden_size`: expected a multiple of {heads}, got {hidden}"
-                )));
+                return Err(config_error(format!("`hidden_size`: expected a multiple of {heads}, got {hidden}")));
             }
         };
         if !head_dim.is_multiple_of(2) || head_dim == 0 {
-            return Err(config_error(format!(
-                "`head_dim`: expected an even number, got {head_dim}"
-            )));
+            return Err(config_error(format!("`head_dim`: expected an even number, got {head_dim}")));
         }
         if heads * head_dim > MAX_WIDTH {
-            return Err(config_error(format!(
-                "`head_dim`: expected at most {MAX_WIDTH} over all heads"
-            )));
+            return Err(config_error(format!("`head_dim`: expected at most {MAX_WIDTH} over all heads")));
         }
 
         let experts = experts(&file)?;
@@ -129,9 +118,7 @@ impl ModelConfig {
 
         let rms_eps = file.number("rms_norm_eps")?.unwrap_or(1e-6);
         if !(0.0..1.0).contains(&rms_eps) {
-            return Err(config_error(format!(
-                "`rms_norm_eps`: expected a number from 0 to 1, got {rms_eps}"
-            )));
+            return Err(config_error(format!("`rms_norm_eps`: expected a number from 0 to 1, got {rms_eps}")));
         }
         Ok(Self {
             family,
@@ -142,9 +129,7 @@ impl ModelConfig {
             head_dim,
             rms_eps,
             rope_theta: rope_theta(&file)?,
-            max_positions: file
-                .count("max_position_embeddings", 1..=MAX_POSITIONS)?
-                .unwrap_or(32768),
+            max_positions: file.count("max_position_embeddings", 1..=MAX_POSITIONS)?.unwrap_or(32768),
             tie_embeddings: file.flag("tie_word_embeddings")?,
             dense_width,
             moe,
@@ -161,19 +146,11 @@ impl ModelConfig {
 }
 
 fn family(file: &Object) -> Result<Family> {
-    let name = file
-        .text("model_type")?
-        .ok_or_else(|| file.missing("model_type"))?;
+    let name = file.text("model_type")?.ok_or_else(|| file.missing("model_type"))?;
     Family::from_model_type(name).ok_or_else(|| {
-        let known: Vec<_> = Family::ALL
-            .iter()
-            .map(|f| format!("`{}`", f.model_type()))
-            .collect();
+        let known: Vec<_> = Family::ALL.iter().map(|f| format!("`{}`", f.model_type())).collect();
         let name = super::untrusted::shown(name);
-        file.unsupported(format!(
-            "`model_type`: expected one of {}, got `{name}`",
-            known.join(", ")
-        ))
+        file.unsupported(format!("`model_type`: expected one of {}, got `{name}`", known.join(", ")))
     })
 }
 
@@ -191,23 +168,16 @@ fn refuse_unsupported(file: &Object) -> Result<()> {
         let act = super::untrusted::shown(act);
         return Err(file.unsupported(format!("`hidden_act`: expected `silu`, got `{act}`")));
     }
-    if file
-        .strings("layer_types")?
-        .iter()
-        .any(|t| t != "full_attention")
-    {
+    if file.strings("layer_types")?.iter().any(|t| t != "full_attention") {
         return Err(file.unsupported("`layer_types`: expected only `full_attention`"));
     }
     for key in ["torch_dtype", "dtype"] {
         let Some(dtype) = file.text(key)? else {
             continue;
         };
-        if !["float32", "float16", "bfloat16", "auto"].contains(&dtype.trim_start_matches("torch."))
-        {
+        if !["float32", "float16", "bfloat16", "auto"].contains(&dtype.trim_start_matches("torch.")) {
             let dtype = super::untrusted::shown(dtype);
-            return Err(file.unsupported(format!(
-                "`{key}`: expected float32, float16 or bfloat16, got `{dtype}`"
-            )));
+            return Err(file.unsupported(format!("`{key}`: expected float32, float16 or bfloat16, got `{dtype}`")));
         }
     }
     whole_rotary(file)?;
@@ -219,16 +189,12 @@ fn refuse_unsupported(file: &Object) -> Result<()> {
         for kind in ["rope_type", "type"] {
             if let Some(kind) = rope.text(kind)?.filter(|t| *t != "default") {
                 let kind = super::untrusted::shown(kind);
-                return Err(
-                    file.unsupported(format!("`{key}`: expected type `default`, got `{kind}`"))
-                );
+                return Err(file.unsupported(format!("`{key}`: expected type `default`, got `{kind}`")));
             }
         }
         // Some families give each kind of layer its own parameters.
         if rope.entries().any(|(_, value)| value.is_object()) {
-            return Err(file.unsupported(format!(
-                "`{key}`: parameters for each layer type are not supported"
-            )));
+            return Err(file.unsupported(format!("`{key}`: parameters for each layer type are not supported")));
         }
         if rope.get("factor").is_some_and(|f| f.as_f64() != Some(1.0)) {
             return Err(file.unsupported(format!("`{key}`: `factor` is not supported")));
@@ -248,10 +214,10 @@ fn experts(file: &Object) -> Result<usize> {
     let old = file.count("num_experts", 1..=MAX_COUNT)?;
     let new = file.count("num_local_experts", 1..=MAX_COUNT)?;
     match (old, new) {
-        (Some(a), Some(b)) if a != b => Err(file.error(
-            ErrorKind::Config,
-            format!("`num_local_experts`: expected {a} as in `num_experts`, got {b}"),
-        )),
+        (Some(a), Some(b)) if a != b => {
+            Err(file
+                .error(ErrorKind::Config, format!("`num_local_experts`: expected {a} as in `num_experts`, got {b}")))
+        }
         (Some(n), _) | (None, Some(n)) => Ok(n),
         (None, None) => Err(file.missing("num_experts")),
     }
@@ -260,18 +226,9 @@ fn experts(file: &Object) -> Result<usize> {
 /// The MLP of each layer, as transformers decides it (`Qwen3MoeDecoderLayer`).
 fn layers(file: &Object) -> Result<Vec<MlpKind>> {
     let n = file.need_count("num_hidden_layers", 1..=MAX_COUNT)?;
-    let step = file
-        .count("decoder_sparse_step", 1..=MAX_COUNT)?
-        .unwrap_or(1);
-    let mut layers: Vec<_> = (1..=n)
-        .map(|i| {
-            if i.is_multiple_of(step) {
-                MlpKind::Experts
-            } else {
-                MlpKind::Dense
-            }
-        })
-        .collect();
+    let step = file.count("decoder_sparse_step", 1..=MAX_COUNT)?.unwrap_or(1);
+    let mut layers: Vec<_> =
+        (1..=n).map(|i| if i.is_multiple_of(step) { MlpKind::Experts } else { MlpKind::Dense }).collect();
     match file.get("mlp_only_layers") {
         None => {}
         Some(Value::Array(list)) => {
@@ -285,20 +242,13 @@ fn layers(file: &Object) -> Result<Vec<MlpKind>> {
 }
 
 fn rope_theta(file: &Object) -> Result<f64> {
-    let nested = file
-        .object("rope_parameters")?
-        .map_or(Ok(None), |rope| rope.number("rope_theta"))?;
+    let nested = file.object("rope_parameters")?.map_or(Ok(None), |rope| rope.number("rope_theta"))?;
     let theta = match nested {
         Some(theta) => theta,
-        None => file
-            .number("rope_theta")?
-            .ok_or_else(|| file.missing("rope_theta"))?,
+        None => file.number("rope_theta")?.ok_or_else(|| file.missing("rope_theta"))?,
     };
     if theta <= 0.0 {
-        return Err(file.error(
-            ErrorKind::Config,
-            format!("`rope_theta`: expected a positive number, got {theta}"),
-        ));
+        return Err(file.error(ErrorKind::Config, format!("`rope_theta`: expected a positive number, got {theta}")));
     }
     Ok(theta)
 }
@@ -306,17 +256,9 @@ fn rope_theta(file: &Object) -> Result<f64> {
 /// The ids that end an answer: those of `generation_config.json` replace those of `config.json`.
 fn stop_ids(dir: &Path, config: &Object, vocab: usize) -> Result<Vec<u32>> {
     let path = dir.join("generation_config.json");
-    let generation = if path.exists() {
-        Some(Object::open(&path)?)
-    } else {
-        None
-    };
+    let generation = if path.exists() { Some(Object::open(&path)?) } else { None };
     let key = "eos_token_id";
-    let Some((file, value)) = generation
-        .iter()
-        .chain([config])
-        .find_map(|file| Some((file, file.get(key)?)))
-    else {
+    let Some((file, value)) = generation.iter().chain([config]).find_map(|file| Some((file, file.get(key)?))) else {
         return Ok(Vec::new());
     };
     let values = match value {
@@ -324,8 +266,5 @@ fn stop_ids(dir: &Path, config: &Object, vocab: usize) -> Result<Vec<u32>> {
         one => std::slice::from_ref(one),
     };
     // MAX_VOCAB makes every id fit in 32 bits.
-    values
-        .iter()
-        .map(|v| Ok(file.as_count(key, v, 0..=vocab - 1)? as u32))
-        .collect()
+    values.iter().map(|v| Ok(file.as_count(key, v, 0..=vocab - 1)? as u32)).collect()
 }

@@ -60,33 +60,20 @@ const TYPES: [(&str, u64, Option<DType>); 22] = [
 /// that occurs twice anywhere in the header is an error. The error is a message without the file's name.
 pub(crate) fn parse(bytes: &[u8]) -> Result<BTreeMap<String, Entry>, String> {
     let Some(length) = bytes.first_chunk::<LENGTH_BYTES>() else {
-        return Err(format!(
-            "truncated: expected at least {} bytes, got {}",
-            LENGTH_BYTES + 2,
-            bytes.len()
-        ));
+        return Err(format!("truncated: expected at least {} bytes, got {}", LENGTH_BYTES + 2, bytes.len()));
     };
     let length = u64::from_le_bytes(*length);
     let after_length = &bytes[LENGTH_BYTES..];
     if length < 2 {
-        return Err(format!(
-            "header too small: expected at least 2 bytes, got {length}"
-        ));
+        return Err(format!("header too small: expected at least 2 bytes, got {length}"));
     }
     if length > MAX_HEADER_BYTES {
-        return Err(format!(
-            "header too large: expected at most {MAX_HEADER_BYTES} bytes, got {length}"
-        ));
+        return Err(format!("header too large: expected at most {MAX_HEADER_BYTES} bytes, got {length}"));
     }
     let header = usize::try_from(length)
         .ok()
         .and_then(|n| after_length.get(..n))
-        .ok_or_else(|| {
-            format!(
-                "truncated: header of {length} bytes in a file of {} bytes",
-                bytes.len()
-            )
-        })?;
+        .ok_or_else(|| format!("truncated: header of {length} bytes in a file of {} bytes", bytes.len()))?;
     let text = std::str::from_utf8(header).map_err(|e| format!("header is not UTF-8: {e}"))?;
     if !text.starts_with('{') {
         return Err("header: expected a JSON object".to_owned());
@@ -98,8 +85,8 @@ pub(crate) fn parse(bytes: &[u8]) -> Result<BTreeMap<String, Entry>, String> {
     let mut entries = BTreeMap::new();
     let mut ranges = Vec::with_capacity(raw.tensors.len());
     for (name, info) in raw.tensors {
-        let (begin, end, entry) = check(&info, data_start, data_bytes)
-            .map_err(|e| format!("tensor `{}`: {e}", shown(&name)))?;
+        let (begin, end, entry) =
+            check(&info, data_start, data_bytes).map_err(|e| format!("tensor `{}`: {e}", shown(&name)))?;
         ranges.push((begin, end, name.clone()));
         entries.insert(name, entry);
     }
@@ -108,11 +95,7 @@ pub(crate) fn parse(bytes: &[u8]) -> Result<BTreeMap<String, Entry>, String> {
 }
 
 /// Checks type, shape and range of one tensor; returns the range within the data section too.
-fn check(
-    info: &RawInfo,
-    data_start: usize,
-    data_bytes: usize,
-) -> Result<(usize, usize, Entry), String> {
+fn check(info: &RawInfo, data_start: usize, data_bytes: usize) -> Result<(usize, usize, Entry), String> {
     let (name, bits, dtype) = TYPES
         .iter()
         .find(|(name, ..)| *name == info.dtype)
@@ -131,31 +114,17 @@ fn check(
         return Err(format!("range {begin}..{end} overflows"));
     };
     if begin > end || end_ix > data_bytes {
-        return Err(format!(
-            "range {begin}..{end} does not lie in the {data_bytes} bytes of data"
-        ));
+        return Err(format!("range {begin}..{end} does not lie in the {data_bytes} bytes of data"));
     }
     if end - begin != total_bits / 8 {
-        return Err(format!(
-            "expected {} bytes for {shape:?} of `{name}`, got {}",
-            total_bits / 8,
-            end - begin
-        ));
+        return Err(format!("expected {} bytes for {shape:?} of `{name}`, got {}", total_bits / 8, end - begin));
     }
-    let entry = Entry {
-        dtype: dtype.ok_or(*name),
-        shape,
-        begin: data_start + begin_ix,
-        end: data_start + end_ix,
-    };
+    let entry = Entry { dtype: dtype.ok_or(*name), shape, begin: data_start + begin_ix, end: data_start + end_ix };
     Ok((begin_ix, end_ix, entry))
 }
 
 /// The ranges, sorted, must cover the data section exactly once.
-fn check_contiguous(
-    mut ranges: Vec<(usize, usize, String)>,
-    data_bytes: usize,
-) -> Result<(), String> {
+fn check_contiguous(mut ranges: Vec<(usize, usize, String)>, data_bytes: usize) -> Result<(), String> {
     ranges.sort();
     let mut at = 0;
     for (begin, end, name) in ranges {
@@ -167,15 +136,10 @@ fn check_contiguous(
                 continue;
             }
         };
-        return Err(format!(
-            "tensor `{}` {what}: expected data at {at}, got {begin}",
-            shown(&name)
-        ));
+        return Err(format!("tensor `{}` {what}: expected data at {at}, got {begin}", shown(&name)));
     }
     if at != data_bytes {
-        return Err(format!(
-            "trailing bytes: expected {at} bytes of data, got {data_bytes}"
-        ));
+        return Err(format!("trailing bytes: expected {at} bytes of data, got {data_bytes}"));
     }
     Ok(())
 }

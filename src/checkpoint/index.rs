@@ -48,10 +48,8 @@ impl Shards {
         } else {
             (loose_files(dir)?, None)
         };
-        let files = paths
-            .iter()
-            .map(|p| SafetensorsFile::open_counted(p, bytes_read.clone()))
-            .collect::<Result<Vec<_>>>()?;
+        let files =
+            paths.iter().map(|p| SafetensorsFile::open_counted(p, bytes_read.clone())).collect::<Result<Vec<_>>>()?;
 
         let mut by_name = BTreeMap::new();
         for (file_ix, file) in files.iter().enumerate() {
@@ -60,10 +58,7 @@ impl Shards {
                     let (a, b) = (files[other].path().display(), file.path().display());
                     return Err(Error::new(
                         ErrorKind::Format,
-                        format!(
-                            "tensor `{}` occurs in two files: `{a}` and `{b}`",
-                            shown(name)
-                        ),
+                        format!("tensor `{}` occurs in two files: `{a}` and `{b}`", shown(name)),
                     ));
                 }
             }
@@ -71,29 +66,20 @@ impl Shards {
         if let Some(map) = map {
             check_index(dir, &index, &map, &files, &by_name)?;
         }
-        Ok(Self {
-            files,
-            by_name,
-            bytes_read,
-        })
+        Ok(Self { files, by_name, bytes_read })
     }
 
     /// The tensor `name`; errors as [`SafetensorsFile::tensor`].
     pub fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
         match self.by_name.get(name) {
             Some(&file_ix) => self.files[file_ix].tensor(name),
-            None => Err(Error::new(
-                ErrorKind::Tensor,
-                format!("tensor `{}` is missing", shown(name)),
-            )),
+            None => Err(Error::new(ErrorKind::Tensor, format!("tensor `{}` is missing", shown(name)))),
         }
     }
 
     /// The file that holds the tensor `name`, if one does.
     pub fn file_of(&self, name: &str) -> Option<&Path> {
-        self.by_name
-            .get(name)
-            .map(|&file_ix| self.files[file_ix].path())
+        self.by_name.get(name).map(|&file_ix| self.files[file_ix].path())
     }
 
     /// Every tensor name, sorted.
@@ -125,35 +111,24 @@ fn shard_paths(dir: &Path, index: &Path, map: &[(String, String)]) -> Result<Vec
             continue;
         }
         let escapes = || {
-            let message = format!(
-                "`{}`: shard `{}` leads out of the folder",
-                index.display(),
-                shown(file)
-            );
+            let message = format!("`{}`: shard `{}` leads out of the folder", index.display(), shown(file));
             Error::new(ErrorKind::Format, message)
         };
         if file.is_empty()
             || file.contains(['\\', '\0'])
-            || !Path::new(file)
-                .components()
-                .all(|c| matches!(c, Component::Normal(_)))
+            || !Path::new(file).components().all(|c| matches!(c, Component::Normal(_)))
         {
             return Err(escapes());
         }
         let path = dir.join(file);
-        let real = path
-            .canonicalize()
-            .map_err(|e| Error::io(&path, &e).within(format!("`{}`", index.display())))?;
+        let real = path.canonicalize().map_err(|e| Error::io(&path, &e).within(format!("`{}`", index.display())))?;
         if !real.starts_with(&root) && !is_hub_blob(&root, &real) {
             return Err(escapes());
         }
         paths.push(path);
     }
     if paths.is_empty() {
-        return Err(Error::new(
-            ErrorKind::Format,
-            format!("`{}`: `weight_map` names no file", index.display()),
-        ));
+        return Err(Error::new(ErrorKind::Format, format!("`{}`: `weight_map` names no file", index.display())));
     }
     Ok(paths)
 }
@@ -161,15 +136,10 @@ fn shard_paths(dir: &Path, index: &Path, map: &[(String, String)]) -> Result<Vec
 /// True for the one link out of a folder that is no attack: a download cache that keeps `<repo>/snapshots/<commit>/` as
 /// links into its own `<repo>/blobs/`.
 fn is_hub_blob(root: &Path, real: &Path) -> bool {
-    let Some(snapshots) = root
-        .parent()
-        .filter(|p| p.file_name().is_some_and(|n| n == "snapshots"))
-    else {
+    let Some(snapshots) = root.parent().filter(|p| p.file_name().is_some_and(|n| n == "snapshots")) else {
         return false;
     };
-    snapshots
-        .parent()
-        .is_some_and(|repo| real.parent() == Some(&repo.join("blobs")))
+    snapshots.parent().is_some_and(|repo| real.parent() == Some(&repo.join("blobs")))
 }
 
 /// Index and files must agree on every tensor.
@@ -180,37 +150,18 @@ fn check_index(
     files: &[SafetensorsFile],
     by_name: &BTreeMap<String, usize>,
 ) -> Result<()> {
-    let fail = |message: String| {
-        Err(Error::new(
-            ErrorKind::Format,
-            format!("`{}`: {message}", index.display()),
-        ))
-    };
-    let file_ix: HashMap<&Path, usize> = files
-        .iter()
-        .enumerate()
-        .map(|(i, f)| (f.path(), i))
-        .collect();
+    let fail = |message: String| Err(Error::new(ErrorKind::Format, format!("`{}`: {message}", index.display())));
+    let file_ix: HashMap<&Path, usize> = files.iter().enumerate().map(|(i, f)| (f.path(), i)).collect();
     for (name, file) in map {
         if by_name.get(name) != file_ix.get(dir.join(file).as_path()) {
-            return fail(format!(
-                "tensor `{}` is not in `{}`",
-                shown(name),
-                shown(file)
-            ));
+            return fail(format!("tensor `{}` is not in `{}`", shown(name), shown(file)));
         }
     }
     // Names are unique on both sides and the index is a subset, so only a larger file set can differ.
     if map.len() != by_name.len() {
         let listed: std::collections::HashSet<&str> = map.iter().map(|(n, _)| n.as_str()).collect();
-        let extra = by_name
-            .keys()
-            .find(|n| !listed.contains(n.as_str()))
-            .map_or("", String::as_str);
-        return fail(format!(
-            "tensor `{}` is in a shard but not in the index",
-            shown(extra)
-        ));
+        let extra = by_name.keys().find(|n| !listed.contains(n.as_str())).map_or("", String::as_str);
+        return fail(format!("tensor `{}` is in a shard but not in the index", shown(extra)));
     }
     Ok(())
 }
@@ -232,14 +183,8 @@ fn loose_files(dir: &Path) -> Result<Vec<PathBuf>> {
         (false, _) => Ok(paths),
         (true, true) => Err(Error::new(
             ErrorKind::Unsupported,
-            format!(
-                "`{}`: only PyTorch pickle weights; convert them to safetensors",
-                dir.display()
-            ),
+            format!("`{}`: only PyTorch pickle weights; convert them to safetensors", dir.display()),
         )),
-        (true, false) => Err(Error::new(
-            ErrorKind::Io,
-            format!("`{}`: no `*.safetensors` file", dir.display()),
-        )),
+        (true, false) => Err(Error::new(ErrorKind::Io, format!("`{}`: no `*.safetensors` file", dir.display()))),
     }
 }

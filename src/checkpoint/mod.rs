@@ -53,11 +53,7 @@ impl Checkpoint {
     pub fn open(dir: &Path) -> Result<Self> {
         let config = ModelConfig::open(dir)?;
         let shards = Shards::open(dir)?;
-        let checkpoint = Self {
-            dir: dir.to_owned(),
-            config,
-            shards,
-        };
+        let checkpoint = Self { dir: dir.to_owned(), config, shards };
         checkpoint.check_consumed()?;
         Ok(checkpoint)
     }
@@ -76,9 +72,7 @@ impl Checkpoint {
     ///
     /// Errors: `Tensor` when there is none, `Unsupported` when its type is not read.
     pub fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
-        self.shards
-            .tensor(name)
-            .map_err(|e| e.within(format!("`{}`", self.dir.display())))
+        self.shards.tensor(name).map_err(|e| e.within(format!("`{}`", self.dir.display())))
     }
 
     /// The tensor with `role`; errors as [`tensor`](Self::tensor).
@@ -100,23 +94,13 @@ impl Checkpoint {
     /// Only its own bytes count as read.
     ///
     /// Errors: `Tensor` when the model has no such layer or expert.
-    pub fn expert_rows(
-        &self,
-        layer: usize,
-        expert: usize,
-        part: ExpertPart,
-    ) -> Result<ExpertSlice<'_>> {
+    pub fn expert_rows(&self, layer: usize, expert: usize, part: ExpertPart) -> Result<ExpertSlice<'_>> {
         let (view, skip) = self.expert_tensor(layer, expert, part)?;
         let [rows, cols] = self.expert_shape(part);
         // The shape was checked on opening, so these products fit.
         let n_bytes = rows * cols * view.dtype.size();
         let begin = skip * cols * view.dtype.size();
-        Ok(ExpertSlice {
-            dtype: view.dtype,
-            rows,
-            cols,
-            bytes: view.bytes(begin..begin + n_bytes)?,
-        })
+        Ok(ExpertSlice { dtype: view.dtype, rows, cols, bytes: view.bytes(begin..begin + n_bytes)? })
     }
 
     /// The storage type of one projection of one expert, without reading it; errors as [`expert_rows`](Self::expert_rows).
@@ -134,18 +118,10 @@ impl Checkpoint {
     }
 
     /// The tensor that holds one projection of one expert, and how many rows precede it there.
-    fn expert_tensor(
-        &self,
-        layer: usize,
-        expert: usize,
-        part: ExpertPart,
-    ) -> Result<(TensorView<'_>, usize)> {
+    fn expert_tensor(&self, layer: usize, expert: usize, part: ExpertPart) -> Result<(TensorView<'_>, usize)> {
         let single = part.role(layer, expert);
         if self.config.family.shape(single, &self.config).is_none() {
-            let message = format!(
-                "`{}`: no expert {expert} in layer {layer}",
-                self.dir.display()
-            );
+            let message = format!("`{}`: no expert {expert} in layer {layer}", self.dir.display());
             return Err(Error::new(ErrorKind::Tensor, message));
         }
         let (f, d) = (self.config.moe.expert_width, self.config.hidden);
@@ -162,9 +138,7 @@ impl Checkpoint {
     }
 
     fn has(&self, role: Role) -> bool {
-        self.shards
-            .file_of(&self.config.family.tensor_name(role))
-            .is_some()
+        self.shards.file_of(&self.config.family.tensor_name(role)).is_some()
     }
 
     /// Every tensor of the files belongs to the model, and every tensor of the model is there, once, in its shape.
@@ -175,16 +149,13 @@ impl Checkpoint {
         let mut singles = Vec::new();
         for name in self.names() {
             let role = family.role(name);
-            let Some((role, shape)) = role.and_then(|r| Some((r, family.shape(r, &self.config)?)))
-            else {
+            let Some((role, shape)) = role.and_then(|r| Some((r, family.shape(r, &self.config)?))) else {
                 superfluous.push(format!("`{}`", shown(name)));
                 continue;
             };
             self.check_tensor(name, &shape)?;
             match role {
-                Role::FusedGateUp { layer } => {
-                    fused.extend([(layer, ExpertPart::Gate), (layer, ExpertPart::Up)])
-                }
+                Role::FusedGateUp { layer } => fused.extend([(layer, ExpertPart::Gate), (layer, ExpertPart::Up)]),
                 Role::FusedDown { layer } => _ = fused.insert((layer, ExpertPart::Down)),
                 Role::ExpertGate { layer, .. } => singles.push((layer, ExpertPart::Gate, name)),
                 Role::ExpertUp { layer, .. } => singles.push((layer, ExpertPart::Up, name)),
@@ -202,14 +173,8 @@ impl Checkpoint {
             );
             return Err(Error::new(ErrorKind::Tensor, message));
         }
-        if let Some((.., name)) = singles
-            .iter()
-            .find(|(layer, part, _)| fused.contains(&(*layer, *part)))
-        {
-            return Err(self.at(
-                name,
-                "is stored twice: in a tensor of its own and fused".to_owned(),
-            ));
+        if let Some((.., name)) = singles.iter().find(|(layer, part, _)| fused.contains(&(*layer, *part))) {
+            return Err(self.at(name, "is stored twice: in a tensor of its own and fused".to_owned()));
         }
         Ok(())
     }
@@ -217,10 +182,7 @@ impl Checkpoint {
     fn check_tensor(&self, name: &str, shape: &[usize]) -> Result<()> {
         let view = self.tensor(name)?;
         if view.dtype == DType::I32 {
-            return Err(self.at(
-                name,
-                "expected `F32`, `F16` or `BF16`, got `I32`".to_owned(),
-            ));
+            return Err(self.at(name, "expected `F32`, `F16` or `BF16`, got `I32`".to_owned()));
         }
         if view.shape != shape {
             return Err(self.at(name, format!("expected {shape:?}, got {:?}", view.shape)));
@@ -230,20 +192,13 @@ impl Checkpoint {
 
     fn at(&self, name: &str, message: String) -> Error {
         let path = self.shards.file_of(name).unwrap_or(&self.dir);
-        Error::new(
-            ErrorKind::Tensor,
-            format!("`{}`: tensor `{}`: {message}", path.display(), shown(name)),
-        )
+        Error::new(ErrorKind::Tensor, format!("`{}`: tensor `{}`: {message}", path.display(), shown(name)))
     }
 
     /// The first few names the model needs and the files lack. Stops early: the model's sizes are a stranger's numbers.
     fn missing(&self, fused: &HashSet<(usize, ExpertPart)>) -> Vec<String> {
         let config = &self.config;
-        let globals = [
-            Some(Role::Embedding),
-            Some(Role::FinalNorm),
-            (!config.tie_embeddings).then_some(Role::LmHead),
-        ];
+        let globals = [Some(Role::Embedding), Some(Role::FinalNorm), (!config.tie_embeddings).then_some(Role::LmHead)];
         let in_layers = config.layers.iter().enumerate().flat_map(|(layer, mlp)| {
             let attention = [
                 Role::InputNorm { layer },
@@ -258,32 +213,19 @@ impl Checkpoint {
             let mlp = match mlp {
                 MlpKind::Experts => vec![Role::Router { layer }],
                 MlpKind::Dense => {
-                    vec![
-                        Role::DenseGate { layer },
-                        Role::DenseUp { layer },
-                        Role::DenseDown { layer },
-                    ]
+                    vec![Role::DenseGate { layer }, Role::DenseUp { layer }, Role::DenseDown { layer }]
                 }
             };
             attention.into_iter().chain(mlp)
         });
-        let with_experts =
-            (0..config.layers.len()).filter(|&layer| config.layers[layer] == MlpKind::Experts);
+        let with_experts = (0..config.layers.len()).filter(|&layer| config.layers[layer] == MlpKind::Experts);
         let experts = with_experts
             .flat_map(|layer| ExpertPart::ALL.map(|part| (layer, part)))
             .filter(|key| !fused.contains(key))
-            .flat_map(|(layer, part)| {
-                (0..config.moe.experts).map(move |expert| part.role(layer, expert))
-            });
-        let needed = globals
-            .into_iter()
-            .flatten()
-            .chain(in_layers)
-            .chain(experts);
+            .flat_map(|(layer, part)| (0..config.moe.experts).map(move |expert| part.role(layer, expert)));
+        let needed = globals.into_iter().flatten().chain(in_layers).chain(experts);
         let missing = needed.filter(|role| !self.has(*role)).take(SAMPLES + 1);
-        missing
-            .map(|role| format!("`{}`", config.family.tensor_name(role)))
-            .collect()
+        missing.map(|role| format!("`{}`", config.family.tensor_name(role))).collect()
     }
 }
 

@@ -37,35 +37,19 @@ impl SafetensorsFile {
         // Before opening, because opening a pipe blocks.
         let meta = std::fs::metadata(path).map_err(io)?;
         if !meta.is_file() {
-            return Err(Error::new(
-                ErrorKind::Io,
-                format!("`{}`: expected a regular file", path.display()),
-            ));
+            return Err(Error::new(ErrorKind::Io, format!("`{}`: expected a regular file", path.display())));
         }
-        let format = |message: String| {
-            Error::new(
-                ErrorKind::Format,
-                format!("`{}`: {message}", path.display()),
-            )
-        };
+        let format = |message: String| Error::new(ErrorKind::Format, format!("`{}`: {message}", path.display()));
         if meta.len() < 10 {
             // An empty file cannot be mapped.
-            return Err(format(format!(
-                "truncated: expected at least 10 bytes, got {}",
-                meta.len()
-            )));
+            return Err(format(format!("truncated: expected at least 10 bytes, got {}", meta.len())));
         }
         let file = std::fs::File::open(path).map_err(io)?;
         // SAFETY: the map is read-only and only ever seen as `&[u8]`. It is sound as long as nobody changes or truncates
         // the file while it is mapped; the documentation of `Checkpoint::open` and `Adapter::open` asks for that.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let entries = header::parse(&map).map_err(format)?;
-        Ok(Self {
-            path: path.to_owned(),
-            map,
-            entries,
-            bytes_read,
-        })
+        Ok(Self { path: path.to_owned(), map, entries, bytes_read })
     }
 
     /// The path it was opened with.
@@ -83,14 +67,7 @@ impl SafetensorsFile {
     /// Errors: `Tensor` when there is none; `Unsupported` when its type is one of the format's that is not read here.
     pub fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
         let fail = |kind, message: String| {
-            Err(Error::new(
-                kind,
-                format!(
-                    "`{}`: tensor `{}`{message}",
-                    self.path.display(),
-                    shown(name)
-                ),
-            ))
+            Err(Error::new(kind, format!("`{}`: tensor `{}`{message}", self.path.display(), shown(name))))
         };
         let Some((name, entry)) = self.entries.get_key_value(name) else {
             return fail(ErrorKind::Tensor, " is missing".to_owned());
@@ -103,10 +80,7 @@ impl SafetensorsFile {
                 data: &self.map[entry.begin..entry.end],
                 bytes_read: &self.bytes_read,
             }),
-            Err(got) => fail(
-                ErrorKind::Unsupported,
-                format!(": expected `F32`, `F16`, `BF16` or `I32`, got `{got}`"),
-            ),
+            Err(got) => fail(ErrorKind::Unsupported, format!(": expected `F32`, `F16`, `BF16` or `I32`, got `{got}`")),
         }
     }
 
@@ -149,15 +123,13 @@ impl<'a> TensorView<'a> {
                 ),
             ));
         };
-        self.bytes_read
-            .fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        self.bytes_read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         Ok(bytes)
     }
 
     /// All bytes of the tensor, counted as read.
     pub fn all(&self) -> &'a [u8] {
-        self.bytes_read
-            .fetch_add(self.data.len() as u64, Ordering::Relaxed);
+        self.bytes_read.fetch_add(self.data.len() as u64, Ordering::Relaxed);
         self.data
     }
 

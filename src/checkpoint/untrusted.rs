@@ -19,11 +19,7 @@ const MAX_SHOWN: usize = 160;
 
 /// `name` as a message may show it: control characters escaped, long names cut.
 pub(crate) fn shown(name: &str) -> String {
-    let mut text: String = name
-        .chars()
-        .take(MAX_SHOWN)
-        .flat_map(char::escape_debug)
-        .collect();
+    let mut text: String = name.chars().take(MAX_SHOWN).flat_map(char::escape_debug).collect();
     if name.chars().nth(MAX_SHOWN).is_some() {
         text.push('…');
     }
@@ -36,19 +32,12 @@ pub(crate) fn shown(name: &str) -> String {
 pub(crate) fn read_capped(path: &Path, max_bytes: u64) -> Result<Vec<u8>> {
     let meta = std::fs::metadata(path).map_err(|e| Error::io(path, &e))?;
     if !meta.is_file() {
-        return Err(Error::new(
-            ErrorKind::Io,
-            format!("`{}`: expected a regular file", path.display()),
-        ));
+        return Err(Error::new(ErrorKind::Io, format!("`{}`: expected a regular file", path.display())));
     }
     if meta.len() > max_bytes {
         return Err(Error::new(
             ErrorKind::Format,
-            format!(
-                "`{}`: expected at most {max_bytes} bytes, got {}",
-                path.display(),
-                meta.len()
-            ),
+            format!("`{}`: expected at most {max_bytes} bytes, got {}", path.display(), meta.len()),
         ));
     }
     std::fs::read(path).map_err(|e| Error::io(path, &e))
@@ -95,16 +84,9 @@ impl Object {
     /// Errors: `Io` when it cannot be read, `Format` when it is too large or no JSON object.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let bytes = read_capped(path, MAX_CONFIG_BYTES)?;
-        let map = serde_json::from_slice(&bytes).map_err(|e| {
-            Error::new(
-                ErrorKind::Format,
-                format!("`{}`: expected a JSON object: {e}", path.display()),
-            )
-        })?;
-        Ok(Self {
-            path: path.to_owned(),
-            map,
-        })
+        let map = serde_json::from_slice(&bytes)
+            .map_err(|e| Error::new(ErrorKind::Format, format!("`{}`: expected a JSON object: {e}", path.display())))?;
+        Ok(Self { path: path.to_owned(), map })
     }
 
     /// The value of `key`; a null counts as absent.
@@ -121,10 +103,7 @@ impl Object {
     pub(crate) fn object(&self, key: &str) -> Result<Option<Object>> {
         match self.get(key) {
             None => Ok(None),
-            Some(Value::Object(map)) => Ok(Some(Object {
-                path: self.path.clone(),
-                map: map.clone(),
-            })),
+            Some(Value::Object(map)) => Ok(Some(Object { path: self.path.clone(), map: map.clone() })),
             Some(other) => Err(self.wrong(key, "an object", other)),
         }
     }
@@ -136,9 +115,7 @@ impl Object {
 
     /// An integer in `range`, or `None` when absent.
     pub(crate) fn count(&self, key: &str, range: RangeInclusive<usize>) -> Result<Option<usize>> {
-        self.get(key)
-            .map(|v| self.as_count(key, v, range))
-            .transpose()
+        self.get(key).map(|v| self.as_count(key, v, range)).transpose()
     }
 
     /// An integer in `range`; absence is an error.
@@ -147,23 +124,9 @@ impl Object {
     }
 
     /// `value`, found under `key`, as an integer in `range`.
-    pub(crate) fn as_count(
-        &self,
-        key: &str,
-        value: &Value,
-        range: RangeInclusive<usize>,
-    ) -> Result<usize> {
-        let found = value
-            .as_u64()
-            .and_then(|n| usize::try_from(n).ok())
-            .filter(|n| range.contains(n));
-        found.ok_or_else(|| {
-            self.wrong(
-                key,
-                &format!("an integer from {} to {}", range.start(), range.end()),
-                value,
-            )
-        })
+    pub(crate) fn as_count(&self, key: &str, value: &Value, range: RangeInclusive<usize>) -> Result<usize> {
+        let found = value.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| range.contains(n));
+        found.ok_or_else(|| self.wrong(key, &format!("an integer from {} to {}", range.start(), range.end()), value))
     }
 
     /// A finite number, or `None` when absent.
@@ -173,19 +136,14 @@ impl Object {
 
     /// `value`, found under `key`, as a finite number.
     pub(crate) fn as_number(&self, key: &str, value: &Value) -> Result<f64> {
-        value
-            .as_f64()
-            .filter(|n| n.is_finite())
-            .ok_or_else(|| self.wrong(key, "a finite number", value))
+        value.as_f64().filter(|n| n.is_finite()).ok_or_else(|| self.wrong(key, "a finite number", value))
     }
 
     /// A boolean; false when absent.
     pub(crate) fn flag(&self, key: &str) -> Result<bool> {
         match self.get(key) {
             None => Ok(false),
-            Some(v) => v
-                .as_bool()
-                .ok_or_else(|| self.wrong(key, "true or false", v)),
+            Some(v) => v.as_bool().ok_or_else(|| self.wrong(key, "true or false", v)),
         }
     }
 
@@ -193,10 +151,7 @@ impl Object {
     pub(crate) fn text(&self, key: &str) -> Result<Option<&str>> {
         match self.get(key) {
             None => Ok(None),
-            Some(v) => v
-                .as_str()
-                .map(Some)
-                .ok_or_else(|| self.wrong(key, "a string", v)),
+            Some(v) => v.as_str().map(Some).ok_or_else(|| self.wrong(key, "a string", v)),
         }
     }
 
@@ -205,9 +160,7 @@ impl Object {
         let Some(value) = self.get(key) else {
             return Ok(Vec::new());
         };
-        let list = value
-            .as_array()
-            .and_then(|a| a.iter().map(|v| v.as_str().map(str::to_owned)).collect());
+        let list = value.as_array().and_then(|a| a.iter().map(|v| v.as_str().map(str::to_owned)).collect());
         list.ok_or_else(|| self.wrong(key, "a list of strings", value))
     }
 
@@ -234,10 +187,7 @@ impl Object {
             Value::Object(_) => "an object".to_owned(),
             other => shown(&other.to_string()),
         };
-        self.error(
-            ErrorKind::Config,
-            format!("`{}`: expected {expected}, got {got}", shown(key)),
-        )
+        self.error(ErrorKind::Config, format!("`{}`: expected {expected}, got {got}", shown(key)))
     }
 
     /// An `Unsupported` error about `what`.

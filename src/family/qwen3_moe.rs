@@ -16,9 +16,7 @@ const LAYER: &str = "model.layers.";
 /// Tensors of a layer, by what follows the layer number and a dot.
 const IN_LAYER: [(&str, fn(usize) -> Role); 14] = [
     ("input_layernorm.weight", |layer| Role::InputNorm { layer }),
-    ("post_attention_layernorm.weight", |layer| {
-        Role::PostAttentionNorm { layer }
-    }),
+    ("post_attention_layernorm.weight", |layer| Role::PostAttentionNorm { layer }),
     ("self_attn.q_norm.weight", |layer| Role::QNorm { layer }),
     ("self_attn.k_norm.weight", |layer| Role::KNorm { layer }),
     ("self_attn.q_proj.weight", |layer| Role::Q { layer }),
@@ -29,9 +27,7 @@ const IN_LAYER: [(&str, fn(usize) -> Role); 14] = [
     ("mlp.gate_proj.weight", |layer| Role::DenseGate { layer }),
     ("mlp.up_proj.weight", |layer| Role::DenseUp { layer }),
     ("mlp.down_proj.weight", |layer| Role::DenseDown { layer }),
-    ("mlp.experts.gate_up_proj", |layer| Role::FusedGateUp {
-        layer,
-    }),
+    ("mlp.experts.gate_up_proj", |layer| Role::FusedGateUp { layer }),
     ("mlp.experts.down_proj", |layer| Role::FusedDown { layer }),
 ];
 
@@ -86,17 +82,11 @@ pub fn tensor_name(role: Role) -> String {
     // Every table holds every role it is asked for, so the empty default is never seen (the tests go through all).
     match part {
         Some((expert, part)) => {
-            let rest = IN_EXPERT
-                .iter()
-                .find(|(_, p)| *p == part)
-                .map_or("", |(n, _)| n);
+            let rest = IN_EXPERT.iter().find(|(_, p)| *p == part).map_or("", |(n, _)| n);
             format!("{LAYER}{layer}.{EXPERT}{expert}.{rest}")
         }
         None => {
-            let rest = IN_LAYER
-                .iter()
-                .find(|(_, r)| r(layer) == role)
-                .map_or("", |(n, _)| n);
+            let rest = IN_LAYER.iter().find(|(_, r)| r(layer) == role).map_or("", |(n, _)| n);
             format!("{LAYER}{layer}.{rest}")
         }
     }
@@ -105,20 +95,11 @@ pub fn tensor_name(role: Role) -> String {
 /// The shape of the tensor with this role; `None` when the model has no such layer, expert or kind of MLP.
 pub fn shape(role: Role, config: &ModelConfig) -> Option<Vec<usize>> {
     let (d, f, e) = (config.hidden, config.moe.expert_width, config.moe.experts);
-    let (q, kv) = (
-        config.heads * config.head_dim,
-        config.kv_heads * config.head_dim,
-    );
-    let mlp = |layer: usize, kind: MlpKind, shape: Vec<usize>| {
-        (*config.layers.get(layer)? == kind).then_some(shape)
-    };
+    let (q, kv) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+    let mlp = |layer: usize, kind: MlpKind, shape: Vec<usize>| (*config.layers.get(layer)? == kind).then_some(shape);
     let any = |layer: usize, shape: Vec<usize>| (layer < config.layers.len()).then_some(shape);
     let one = |expert: usize, layer: usize, shape| {
-        if expert < e {
-            mlp(layer, MlpKind::Experts, shape)
-        } else {
-            None
-        }
+        if expert < e { mlp(layer, MlpKind::Experts, shape) } else { None }
     };
     match role {
         Role::Embedding | Role::LmHead => Some(vec![config.vocab, d]),
@@ -129,13 +110,9 @@ pub fn shape(role: Role, config: &ModelConfig) -> Option<Vec<usize>> {
         Role::K { layer } | Role::V { layer } => any(layer, vec![kv, d]),
         Role::O { layer } => any(layer, vec![d, q]),
         Role::Router { layer } => mlp(layer, MlpKind::Experts, vec![e, d]),
-        Role::DenseGate { layer } | Role::DenseUp { layer } => {
-            mlp(layer, MlpKind::Dense, vec![config.dense_width, d])
-        }
+        Role::DenseGate { layer } | Role::DenseUp { layer } => mlp(layer, MlpKind::Dense, vec![config.dense_width, d]),
         Role::DenseDown { layer } => mlp(layer, MlpKind::Dense, vec![d, config.dense_width]),
-        Role::ExpertGate { layer, expert } | Role::ExpertUp { layer, expert } => {
-            one(expert, layer, vec![f, d])
-        }
+        Role::ExpertGate { layer, expert } | Role::ExpertUp { layer, expert } => one(expert, layer, vec![f, d]),
         Role::ExpertDown { layer, expert } => one(expert, layer, vec![d, f]),
         Role::FusedGateUp { layer } => mlp(layer, MlpKind::Experts, vec![e, 2 * f, d]),
         Role::FusedDown { layer } => mlp(layer, MlpKind::Experts, vec![e, d, f]),
@@ -146,8 +123,7 @@ pub fn shape(role: Role, config: &ModelConfig) -> Option<Vec<usize>> {
 /// same tensor.
 pub(crate) fn numbered(text: &str) -> Option<(usize, &str)> {
     let (digits, rest) = text.split_once('.')?;
-    let canonical =
-        digits.bytes().all(|b| b.is_ascii_digit()) && (digits == "0" || !digits.starts_with('0'));
+    let canonical = digits.bytes().all(|b| b.is_ascii_digit()) && (digits == "0" || !digits.starts_with('0'));
     if !canonical {
         return None;
     }
@@ -163,17 +139,11 @@ mod tests {
         let mut roles: Vec<Role> = GLOBAL.iter().map(|(_, r)| *r).collect();
         for layer in [0, 7, 120] {
             roles.extend(IN_LAYER.iter().map(|(_, role)| role(layer)));
-            for (expert, part) in [0, 9, 127]
-                .into_iter()
-                .flat_map(|e| ExpertPart::ALL.map(|p| (e, p)))
-            {
+            for (expert, part) in [0, 9, 127].into_iter().flat_map(|e| ExpertPart::ALL.map(|p| (e, p))) {
                 roles.push(part.role(layer, expert));
             }
         }
-        let wrong: Vec<_> = roles
-            .into_iter()
-            .filter(|r| role(&tensor_name(*r)) != Some(*r))
-            .collect();
+        let wrong: Vec<_> = roles.into_iter().filter(|r| role(&tensor_name(*r)) != Some(*r)).collect();
         assert!(wrong.is_empty(), "{wrong:?}");
     }
 

@@ -10,9 +10,7 @@ use wgmoe::checkpoint::SafetensorsFile;
 
 /// The folder `path` of the test data.
 pub fn data(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/data")
-        .join(path)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(path)
 }
 
 /// One tensor to write.
@@ -28,12 +26,7 @@ impl Tensor {
     /// A tensor of zero bytes; `size` is that of an element.
     pub fn zeros(name: &str, dtype: &str, shape: &[usize], size: usize) -> Self {
         let n = shape.iter().product::<usize>() * size;
-        Self {
-            name: name.to_owned(),
-            dtype: dtype.to_owned(),
-            shape: shape.to_vec(),
-            bytes: vec![0; n],
-        }
+        Self { name: name.to_owned(), dtype: dtype.to_owned(), shape: shape.to_vec(), bytes: vec![0; n] }
     }
 }
 
@@ -66,10 +59,7 @@ pub fn encode(tensors: &[Tensor]) -> Vec<u8> {
     let mut data = Vec::new();
     for t in tensors {
         let offsets = [data.len(), data.len() + t.bytes.len()];
-        header.insert(
-            t.name.clone(),
-            json!({"dtype": t.dtype, "shape": t.shape, "data_offsets": offsets}),
-        );
+        header.insert(t.name.clone(), json!({"dtype": t.dtype, "shape": t.shape, "data_offsets": offsets}));
         data.extend_from_slice(&t.bytes);
     }
     raw(&Value::Object(header).to_string(), &data)
@@ -114,10 +104,7 @@ impl Table {
             Err(e) => {
                 let text = e.to_string();
                 if e.kind() != kind || parts.iter().any(|p| !text.contains(p)) {
-                    self.0.push(format!(
-                        "{case}: expected {kind:?} with {parts:?}, got {:?}: {text}",
-                        e.kind()
-                    ));
+                    self.0.push(format!("{case}: expected {kind:?} with {parts:?}, got {:?}: {text}", e.kind()));
                 }
             }
         }
@@ -132,11 +119,6 @@ impl Table {
 
     /// Fails the test when any row failed.
     pub fn finish(self) {
-        assert!(
-            self.0.is_empty(),
-            "{} rows failed:\n{}",
-            self.0.len(),
-            self.0.join("\n")
-        );
+        assert!(self.0.is_empty(), "{} rows failed:\n{}", self.0.len(), self.0.join("\n"));
     }
 }
