@@ -4,13 +4,11 @@ mod files;
 
 use std::path::Path;
 
-use files::{Table, Tensor, data, encode, folder, json_file, patched, raw, read};
+use files::{TINY, Table, Tensor, data, encode, folder, json_file, patched, raw, read};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use wgmoe::checkpoint::{Checkpoint, ExpertPart, MlpKind, ModelConfig, SafetensorsFile};
 use wgmoe::{ErrorKind, Result};
-
-const TINY: &str = "tiny/qwen3_moe";
 
 fn tiny_config() -> Value {
     json_file(&data(TINY).join("config.json"))

@@ -13,8 +13,11 @@ const GLOBAL: [(&str, Role); 3] = [
 /// What precedes the layer number.
 const LAYER: &str = "model.layers.";
 
+/// A role that lacks only the number of its layer.
+type InLayer = fn(usize) -> Role;
+
 /// Tensors of a layer, by what follows the layer number and a dot.
-const IN_LAYER: [(&str, fn(usize) -> Role); 14] = [
+const IN_LAYER: [(&str, InLayer); 14] = [
     ("input_layernorm.weight", |layer| Role::InputNorm { layer }),
     ("post_attention_layernorm.weight", |layer| Role::PostAttentionNorm { layer }),
     ("self_attn.q_norm.weight", |layer| Role::QNorm { layer }),

@@ -5,8 +5,12 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use wgmoe::ErrorKind;
-use wgmoe::checkpoint::SafetensorsFile;
+use wgmoe::adapter::Adapter;
+use wgmoe::checkpoint::{ModelConfig, SafetensorsFile};
+use wgmoe::{ErrorKind, Result};
+
+/// The tiny model and its adapters, in the test data.
+pub const TINY: &str = "tiny/qwen3_moe";
 
 /// The folder `path` of the test data.
 pub fn data(path: &str) -> PathBuf {
@@ -92,13 +96,31 @@ pub fn patched(mut base: Value, changes: &Value) -> Value {
     base
 }
 
+/// The model of `tests/data/tiny/qwen3_moe`.
+pub fn tiny() -> ModelConfig {
+    ModelConfig::open(&data(TINY)).unwrap()
+}
+
+/// An adapter of `model` with this configuration and these tensors.
+pub fn open_adapter(config: &Value, tensors: &[Tensor], model: &ModelConfig) -> Result<Adapter> {
+    let dir =
+        folder(&[("adapter_config.json", config.to_string().into()), ("adapter_model.safetensors", encode(tensors))]);
+    Adapter::open(dir.path(), model)
+}
+
+/// Configuration and tensors of an adapter of the tiny model.
+pub fn load_adapter(case: &str) -> (Value, Vec<Tensor>) {
+    let dir = data(TINY).join("adapters").join(case);
+    (json_file(&dir.join("adapter_config.json")), read(&dir.join("adapter_model.safetensors")))
+}
+
 /// Collects what went wrong in a table, to report all rows at once.
 #[derive(Default)]
 pub struct Table(Vec<String>);
 
 impl Table {
     /// The row `case` must have failed with `kind` and a message that contains every one of `parts`.
-    pub fn fails<T>(&mut self, case: &str, got: wgmoe::Result<T>, kind: ErrorKind, parts: &[&str]) {
+    pub fn fails<T>(&mut self, case: &str, got: Result<T>, kind: ErrorKind, parts: &[&str]) {
         match got {
             Ok(_) => self.0.push(format!("{case}: accepted")),
             Err(e) => {
