@@ -120,7 +120,8 @@ mod tests {
                 let mut ids: Vec<usize> = all.iter().flat_map(Placement::owned).collect();
                 ids.sort_unstable();
                 let sizes: Vec<usize> = all.iter().map(|p| p.owned().len()).collect();
-                let even = sizes.iter().enumerate().all(|(r, n)| *n == experts / ranks + usize::from(r < experts % ranks));
+                let even =
+                    sizes.iter().enumerate().all(|(r, n)| *n == experts / ranks + usize::from(r < experts % ranks));
                 let numbered =
                     all.iter().all(|p| p.owned().iter().enumerate().all(|(i, &e)| p.local_table()[e] == i as i32));
                 let identity = all.iter().all(|p| p.is_identity() == (ranks == 1 || experts == p.owned().len()));

@@ -17,7 +17,7 @@ const MAX_REGEXES: usize = 1024;
 const MAX_BACKTRACKS: usize = 100_000;
 
 /// Settings that change the result and are not implemented; any value but null, false or empty is refused.
-const REFUSED: [&str; 15] = [
+const REFUSED: [&str; 14] = [
     "use_dora",
     "lora_bias",
     "modules_to_save",
@@ -32,7 +32,6 @@ const REFUSED: [&str; 15] = [
     "trainable_token_indices",
     "fan_in_fan_out",
     "fine_tune_type",
-    "bdlora_config",
 ];
 
 /// Initialisations that leave the base model as it is.
@@ -216,7 +215,8 @@ fn target_modules(file: &Object) -> Result<Targets> {
 
 /// The markers Unsloth writes, at the top level or within `auto_mapping`.
 fn expert_columns(file: &Object) -> Result<Option<ExpertColumns>> {
-    let mapping = if file.get("auto_mapping").is_some_and(Value::is_object) { file.object("auto_mapping")? } else { None };
+    let mapping =
+        if file.get("auto_mapping").is_some_and(Value::is_object) { file.object("auto_mapping")? } else { None };
     let mut marks = Vec::new();
     for object in [Some(file), mapping.as_ref()].into_iter().flatten() {
         marks.extend(object.text("lora_B_layout")?);
@@ -281,7 +281,9 @@ fn patterns<T>(
     n_regexes: &mut usize,
     read: impl Fn(&str, &Value) -> Result<T>,
 ) -> Result<Vec<(Pattern, T)>> {
-    let Some(object) = file.object(key)? else { return Ok(Vec::new()) };
+    let Some(object) = file.object(key)? else {
+        return Ok(Vec::new());
+    };
     let mut patterns = Vec::new();
     for (text, value) in object.entries() {
         let pattern = if text.chars().all(|c| c.is_ascii_alphanumeric() || "_-.".contains(c)) {
@@ -336,10 +338,8 @@ mod tests {
             ("0.19.1.dev0", None),
             ("0.19.2rc1", Some(true)),
         ];
-        let wrong: Vec<_> = cases
-            .iter()
-            .filter(|(text, since)| Version::parse(text).unwrap().is_since([0, 19, 1]) != *since)
-            .collect();
+        let wrong: Vec<_> =
+            cases.iter().filter(|(text, since)| Version::parse(text).unwrap().is_since([0, 19, 1]) != *since).collect();
         assert!(wrong.is_empty(), "{wrong:?}");
         assert_eq!([Version::parse(""), Version::parse("0.19"), Version::parse("x.1.2")], [None; 3]);
     }

@@ -1,5 +1,6 @@
 //! Pairs of tensors become canonical factors, each checked against the model.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::config::{AdapterConfig, ExpertColumns};
@@ -22,20 +23,19 @@ pub(crate) struct Decoder<'a> {
 impl Decoder<'_> {
     /// The factors of all `pairs`, in any order.
     pub(crate) fn factors(&self, pairs: &[Pair]) -> Result<Vec<Factor>> {
+        // A place occurs in one pair only, so the depths of a layer are distinct.
+        let mut depths = HashMap::<usize, Vec<usize>>::new();
+        for pair in pairs {
+            if let Target::Fused { layer, depth } = pair.target {
+                depths.entry(layer).or_default().push(depth);
+            }
+        }
         let mut factors = Vec::new();
         for pair in pairs {
             match pair.target {
                 Target::Weight(role) => factors.push(self.weight(pair, role)?),
                 Target::Fused { layer, depth } => {
-                    let deepest = pairs
-                        .iter()
-                        .filter_map(|p| match p.target {
-                            Target::Fused { layer: l, depth } if l == layer => Some(depth),
-                            _ => None,
-                        })
-                        .max();
-                    let n_wrappers = deepest.map_or(1, |d| d + 1);
-                    let parameter = self.fused_parameter(pair, depth, n_wrappers)?;
+                    let parameter = self.fused_parameter(pair, depth, &depths[&layer])?;
                     self.fused(pair, layer, parameter, &mut factors)?;
                 }
             }
@@ -66,13 +66,17 @@ impl Decoder<'_> {
 
     /// Which parameter of `mlp.experts` a pair belongs to. The names of the tensors do not say; PEFT wraps the parameters
     /// in the order the module registers them, gate_up first, so two wrappers settle it and one needs the configuration.
-    fn fused_parameter(&self, pair: &Pair, depth: usize, n_wrappers: usize) -> Result<Fused> {
+    fn fused_parameter(&self, pair: &Pair, depth: usize, depths: &[usize]) -> Result<Fused> {
+        let n_wrappers = depths.len();
+        if let Some(deepest) = depths.iter().find(|d| **d >= n_wrappers) {
+            let message = format!("expected a pair for each of {} nested wrappers, got {n_wrappers}", deepest + 1);
+            return Err(self.at(ErrorKind::Adapter, &pair.a, message));
+        }
         match (n_wrappers, depth) {
             (2, 1) => Ok(Fused::GateUp),
             (2, 0) => Ok(Fused::Down),
             (1, 0) => {
-                let targeted =
-                    |p: Fused| self.config.targets_parameter(&format!("{}.{}", pair.module, p.name()));
+                let targeted = |p: Fused| self.config.targets_parameter(&format!("{}.{}", pair.module, p.name()));
                 match (targeted(Fused::GateUp), targeted(Fused::Down)) {
                     (true, false) => Ok(Fused::GateUp),
                     (false, true) => Ok(Fused::Down),

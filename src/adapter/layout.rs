@@ -68,7 +68,12 @@ pub(crate) fn expert_factors(
 /// `n` rows of `m` from `first` on.
 pub(crate) fn rows(m: &Matrix, first: usize, n: usize) -> Matrix {
     let row_bytes = m.cols * m.dtype.size();
-    Matrix { dtype: m.dtype, rows: n, cols: m.cols, bytes: m.bytes[first * row_bytes..(first + n) * row_bytes].to_vec() }
+    Matrix {
+        dtype: m.dtype,
+        rows: n,
+        cols: m.cols,
+        bytes: m.bytes[first * row_bytes..(first + n) * row_bytes].to_vec(),
+    }
 }
 
 /// Columns `first`, `first + step`, … of `m`, `n` of them.

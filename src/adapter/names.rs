@@ -69,8 +69,7 @@ pub(crate) type Refusal = (ErrorKind, String, String);
 pub(crate) fn pairs<'a>(names: impl Iterator<Item = &'a str>, family: Family) -> Result<Vec<Pair>, Refusal> {
     let mut found: BTreeMap<Target, (String, [Option<String>; 2])> = BTreeMap::new();
     for name in names {
-        let (module, target, side) =
-            parse(name, family).map_err(|(kind, reason)| (kind, name.to_owned(), reason))?;
+        let (module, target, side) = parse(name, family).map_err(|(kind, reason)| (kind, name.to_owned(), reason))?;
         let sides = &mut found.entry(target).or_insert_with(|| (module, [None, None])).1;
         if let Some(other) = sides[side as usize].replace(name.to_owned()) {
             let reason = format!("means the same as `{}`", shown(&other));
@@ -80,9 +79,7 @@ pub(crate) fn pairs<'a>(names: impl Iterator<Item = &'a str>, family: Family) ->
     let complete = found.into_iter().map(|(target, (module, sides))| match sides {
         [Some(a), Some(b)] => Ok(Pair { module, target, a, b }),
         [Some(a), None] => Err((ErrorKind::Adapter, a, "has no `lora_B` to go with it".to_owned())),
-        [_, b] => {
-            Err((ErrorKind::Adapter, b.unwrap_or_default(), "has no `lora_A` to go with it".to_owned()))
-        }
+        [_, b] => Err((ErrorKind::Adapter, b.unwrap_or_default(), "has no `lora_A` to go with it".to_owned())),
     });
     complete.collect()
 }
@@ -94,7 +91,9 @@ fn parse(name: &str, family: Family) -> Result<(String, Target, Side), (ErrorKin
     else {
         return Err(match OTHER_METHODS.iter().find(|(part, _)| name.contains(part)) {
             Some((_, method)) => (ErrorKind::Unsupported, format!("{method} is not supported")),
-            None => (ErrorKind::Adapter, "expected a name that ends in `.lora_A.weight` or `.lora_B.weight`".to_owned()),
+            None => {
+                (ErrorKind::Adapter, "expected a name that ends in `.lora_A.weight` or `.lora_B.weight`".to_owned())
+            }
         });
     };
     let (mut bare_module, mut depth) = (module, 0);
@@ -105,7 +104,9 @@ fn parse(name: &str, family: Family) -> Result<(String, Target, Side), (ErrorKin
         Some(role) if depth == 0 => Target::Weight(role),
         _ => match family.role(&format!("{bare_module}.gate_up_proj")) {
             Some(Role::FusedGateUp { layer }) => Target::Fused { layer, depth },
-            _ => return Err((ErrorKind::Adapter, "belongs to no module of the model".to_owned())),
+            _ => {
+                return Err((ErrorKind::Adapter, "belongs to no module of the model".to_owned()));
+            }
         },
     };
     Ok((bare_module.to_owned(), target, side))

@@ -91,7 +91,9 @@ impl ModelConfig {
         let head_dim = match file.count("head_dim", 2..=MAX_WIDTH)? {
             Some(n) => n,
             None if hidden.is_multiple_of(heads) => hidden / heads,
-            None => return Err(config_error(format!("`hidden_size`: expected a multiple of {heads}, got {hidden}"))),
+            None => {
+                return Err(config_error(format!("`hidden_size`: expected a multiple of {heads}, got {hidden}")));
+            }
         };
         if !head_dim.is_multiple_of(2) || head_dim == 0 {
             return Err(config_error(format!("`head_dim`: expected an even number, got {head_dim}")));
@@ -170,7 +172,9 @@ fn refuse_unsupported(file: &Object) -> Result<()> {
         return Err(file.unsupported("`layer_types`: expected only `full_attention`"));
     }
     for key in ["torch_dtype", "dtype"] {
-        let Some(dtype) = file.text(key)? else { continue };
+        let Some(dtype) = file.text(key)? else {
+            continue;
+        };
         if !["float32", "float16", "bfloat16", "auto"].contains(&dtype.trim_start_matches("torch.")) {
             let dtype = super::untrusted::shown(dtype);
             return Err(file.unsupported(format!("`{key}`: expected float32, float16 or bfloat16, got `{dtype}`")));
@@ -178,7 +182,9 @@ fn refuse_unsupported(file: &Object) -> Result<()> {
     }
     whole_rotary(file)?;
     for key in ["rope_scaling", "rope_parameters"] {
-        let Some(rope) = file.object(key)? else { continue };
+        let Some(rope) = file.object(key)? else {
+            continue;
+        };
         whole_rotary(&rope)?;
         for kind in ["rope_type", "type"] {
             if let Some(kind) = rope.text(kind)?.filter(|t| *t != "default") {
@@ -208,10 +214,10 @@ fn experts(file: &Object) -> Result<usize> {
     let old = file.count("num_experts", 1..=MAX_COUNT)?;
     let new = file.count("num_local_experts", 1..=MAX_COUNT)?;
     match (old, new) {
-        (Some(a), Some(b)) if a != b => Err(file.error(
-            ErrorKind::Config,
-            format!("`num_local_experts`: expected {a} as in `num_experts`, got {b}"),
-        )),
+        (Some(a), Some(b)) if a != b => {
+            Err(file
+                .error(ErrorKind::Config, format!("`num_local_experts`: expected {a} as in `num_experts`, got {b}")))
+        }
         (Some(n), _) | (None, Some(n)) => Ok(n),
         (None, None) => Err(file.missing("num_experts")),
     }

@@ -157,7 +157,9 @@ impl Object {
 
     /// A list of strings; empty when absent.
     pub(crate) fn strings(&self, key: &str) -> Result<Vec<String>> {
-        let Some(value) = self.get(key) else { return Ok(Vec::new()) };
+        let Some(value) = self.get(key) else {
+            return Ok(Vec::new());
+        };
         let list = value.as_array().and_then(|a| a.iter().map(|v| v.as_str().map(str::to_owned)).collect());
         list.ok_or_else(|| self.wrong(key, "a list of strings", value))
     }

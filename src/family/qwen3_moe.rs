@@ -13,8 +13,11 @@ const GLOBAL: [(&str, Role); 3] = [
 /// What precedes the layer number.
 const LAYER: &str = "model.layers.";
 
+/// A role that lacks only the number of its layer.
+type InLayer = fn(usize) -> Role;
+
 /// Tensors of a layer, by what follows the layer number and a dot.
-const IN_LAYER: [(&str, fn(usize) -> Role); 14] = [
+const IN_LAYER: [(&str, InLayer); 14] = [
     ("input_layernorm.weight", |layer| Role::InputNorm { layer }),
     ("post_attention_layernorm.weight", |layer| Role::PostAttentionNorm { layer }),
     ("self_attn.q_norm.weight", |layer| Role::QNorm { layer }),
@@ -35,8 +38,11 @@ const IN_LAYER: [(&str, fn(usize) -> Role); 14] = [
 const EXPERT: &str = "mlp.experts.";
 
 /// Tensors of one expert, by what follows the expert number and a dot.
-const IN_EXPERT: [(&str, ExpertPart); 3] =
-    [("gate_proj.weight", ExpertPart::Gate), ("up_proj.weight", ExpertPart::Up), ("down_proj.weight", ExpertPart::Down)];
+const IN_EXPERT: [(&str, ExpertPart); 3] = [
+    ("gate_proj.weight", ExpertPart::Gate),
+    ("up_proj.weight", ExpertPart::Up),
+    ("down_proj.weight", ExpertPart::Down),
+];
 
 /// What the tensor `name` is for.
 pub fn role(name: &str) -> Option<Role> {
@@ -95,7 +101,9 @@ pub fn shape(role: Role, config: &ModelConfig) -> Option<Vec<usize>> {
     let (q, kv) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
     let mlp = |layer: usize, kind: MlpKind, shape: Vec<usize>| (*config.layers.get(layer)? == kind).then_some(shape);
     let any = |layer: usize, shape: Vec<usize>| (layer < config.layers.len()).then_some(shape);
-    let one = |expert: usize, layer: usize, shape| if expert < e { mlp(layer, MlpKind::Experts, shape) } else { None };
+    let one = |expert: usize, layer: usize, shape| {
+        if expert < e { mlp(layer, MlpKind::Experts, shape) } else { None }
+    };
     match role {
         Role::Embedding | Role::LmHead => Some(vec![config.vocab, d]),
         Role::FinalNorm => Some(vec![d]),
