@@ -31,10 +31,6 @@ impl Activation {
 
     /// Columns of the input for expert width F: 2F, or F without a gate.
     pub const fn input_columns(self, expert_width: usize) -> usize {
-        if self.gated() {
-            2 * expert_width
-        } else {
-            expert_width
-        }
+        if self.gated() { 2 * expert_width } else { expert_width }
     }
 }

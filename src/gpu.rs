@@ -39,7 +39,10 @@ impl std::str::FromStr for Tier {
             "baseline" => Ok(Self::Baseline),
             "subgroup" => Ok(Self::Subgroup),
             "matrix" => Ok(Self::Matrix),
-            _ => Err(Error::new(ErrorKind::Device, format!("tier `{text}`: expected `baseline`, `subgroup` or `matrix`"))),
+            _ => Err(Error::new(
+                ErrorKind::Device,
+                format!("tier `{text}`: expected `baseline`, `subgroup` or `matrix`"),
+            )),
         }
     }
 }
@@ -227,11 +230,22 @@ impl Gpu {
     ///
     /// # Errors
     /// [`ErrorKind::Device`] when `tier` is not available or a needed limit is missing.
-    pub fn from_wgpu(adapter: &wgpu::Adapter, device: wgpu::Device, queue: wgpu::Queue, tier: Option<Tier>) -> Result<Self> {
+    pub fn from_wgpu(
+        adapter: &wgpu::Adapter,
+        device: wgpu::Device,
+        queue: wgpu::Queue,
+        tier: Option<Tier>,
+    ) -> Result<Self> {
         Self::build(adapter, device, queue, 0, tier)
     }
 
-    fn build(adapter: &wgpu::Adapter, device: wgpu::Device, queue: wgpu::Queue, index: usize, tier: Option<Tier>) -> Result<Self> {
+    fn build(
+        adapter: &wgpu::Adapter,
+        device: wgpu::Device,
+        queue: wgpu::Queue,
+        index: usize,
+        tier: Option<Tier>,
+    ) -> Result<Self> {
         let mut info = describe(index, adapter);
         let limits = device.limits();
         info.max_binding_bytes = limits.max_storage_buffer_binding_size;
@@ -340,7 +354,8 @@ impl Gpu {
         self.device()
             .poll(wgpu::PollType::wait_indefinitely())
             .map_err(|e| Error::new(ErrorKind::Device, format!("reading back: {e}")))?;
-        let view = staging.get_mapped_range(..).map_err(|e| Error::new(ErrorKind::Device, format!("reading back: {e}")))?;
+        let view =
+            staging.get_mapped_range(..).map_err(|e| Error::new(ErrorKind::Device, format!("reading back: {e}")))?;
         Ok(view[..bytes as usize].to_vec())
     }
 }

@@ -101,8 +101,19 @@ impl LoraBatch {
             None => Rows::Pairs(&self.token_lora_mapping),
         };
         let y_stride = site.out_dims.iter().sum();
-        Lora { rows: tokens, row_div: 1, select, buckets: self.slots, max_rank: self.max_rank, site, factors, x, y, y_stride }
-            .record(rec, pass)
+        Lora {
+            rows: tokens,
+            row_div: 1,
+            select,
+            buckets: self.slots,
+            max_rank: self.max_rank,
+            site,
+            factors,
+            x,
+            y,
+            y_stride,
+        }
+        .record(rec, pass)
     }
 }
 
@@ -134,8 +145,17 @@ impl MoeLayer {
 
         // Router.
         let logits = rec.scratch("router logits", (t.tokens * e * 4) as u64)?;
-        ExpertGemm { rows: t.tokens, row_div: 1, select: Rows::Dense, x: t.x, weights: &self.router, y: &logits, y_stride: e, accumulate: false }
-            .record(rec, pass)?;
+        ExpertGemm {
+            rows: t.tokens,
+            row_div: 1,
+            select: Rows::Dense,
+            x: t.x,
+            weights: &self.router,
+            y: &logits,
+            y_stride: e,
+            accumulate: false,
+        }
+        .record(rec, pass)?;
         if let Some((batch, sites, factors)) = t.lora
             && let Some(site) = &sites.router
         {
@@ -161,7 +181,8 @@ impl MoeLayer {
             None => topk_ids,
             Some(table) => {
                 let local_ids = rec.scratch("local_ids", (pairs * 4) as u64)?;
-                Localise { pairs, valid_pairs: pairs, experts: e, topk_ids: &topk_ids, table, local_ids: &local_ids }.record(rec, pass)?;
+                Localise { pairs, valid_pairs: pairs, experts: e, topk_ids: &topk_ids, table, local_ids: &local_ids }
+                    .record(rec, pass)?;
                 local_ids
             }
         };
@@ -191,35 +212,56 @@ impl MoeLayer {
         };
         let aligned = self.align(rec, pass, &caps, pairs, &ids)?;
         let select = aligned.as_ref().map_or(Rows::Pairs(&ids), Rows::Tiles);
-        let with_adapters = |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, down: bool, x: &View, y: &View| match &adapters {
-            None => Ok(()),
-            Some((virtual_ids, aligned, batch, sites, factors)) => {
-                let site = if down { &sites.down } else { &sites.gate_up };
-                Lora {
-                    rows: pairs,
-                    row_div: if down { 1 } else { a },
-                    select: aligned.as_ref().map_or(Rows::Pairs(virtual_ids), Rows::Tiles),
-                    buckets: batch.slots * self.experts,
-                    max_rank: batch.max_rank,
-                    site,
-                    factors,
-                    x,
-                    y,
-                    y_stride: if down { d } else { 2 * f },
+        let with_adapters =
+            |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, down: bool, x: &View, y: &View| match &adapters {
+                None => Ok(()),
+                Some((virtual_ids, aligned, batch, sites, factors)) => {
+                    let site = if down { &sites.down } else { &sites.gate_up };
+                    Lora {
+                        rows: pairs,
+                        row_div: if down { 1 } else { a },
+                        select: aligned.as_ref().map_or(Rows::Pairs(virtual_ids), Rows::Tiles),
+                        buckets: batch.slots * self.experts,
+                        max_rank: batch.max_rank,
+                        site,
+                        factors,
+                        x,
+                        y,
+                        y_stride: if down { d } else { 2 * f },
+                    }
+                    .record(rec, pass)
                 }
-                .record(rec, pass)
-            }
-        };
+            };
 
         // Experts.
         let gate_up = rec.scratch("gate_up", (pairs * 2 * f * 4) as u64)?;
-        ExpertGemm { rows: pairs, row_div: a, select, x: t.x, weights: &self.gate_up, y: &gate_up, y_stride: 2 * f, accumulate: false }
-            .record(rec, pass)?;
+        ExpertGemm {
+            rows: pairs,
+            row_div: a,
+            select,
+            x: t.x,
+            weights: &self.gate_up,
+            y: &gate_up,
+            y_stride: 2 * f,
+            accumulate: false,
+        }
+        .record(rec, pass)?;
         with_adapters(rec, pass, false, t.x, &gate_up)?;
         let h = rec.scratch("expert h", (pairs * f * 4) as u64)?;
-        Activate { rows: pairs, width: f, kind: self.activation, gate_up: &gate_up, ids: Some(&ids), h: &h }.record(rec, pass)?;
+        Activate { rows: pairs, width: f, kind: self.activation, gate_up: &gate_up, ids: Some(&ids), h: &h }
+            .record(rec, pass)?;
         let y = rec.scratch("expert y", (pairs * d * 4) as u64)?;
-        ExpertGemm { rows: pairs, row_div: 1, select, x: &h, weights: &self.down, y: &y, y_stride: d, accumulate: false }.record(rec, pass)?;
+        ExpertGemm {
+            rows: pairs,
+            row_div: 1,
+            select,
+            x: &h,
+            weights: &self.down,
+            y: &y,
+            y_stride: d,
+            accumulate: false,
+        }
+        .record(rec, pass)?;
         with_adapters(rec, pass, true, &h, &y)?;
         Combine {
             tokens: t.tokens,
@@ -235,12 +277,27 @@ impl MoeLayer {
     }
 
     /// Tiles of the base stream, or `None` when pairs go one by one.
-    fn align(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, caps: &Capabilities, pairs: usize, ids: &View) -> Result<Option<Aligned>> {
+    fn align(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        caps: &Capabilities,
+        pairs: usize,
+        ids: &View,
+    ) -> Result<Option<Aligned>> {
         let Some(tile) = rows::tile(pairs, self.experts) else { return Ok(None) };
         let columns: Vec<u32> = self.gate_up.columns(caps, tile).chain(self.down.columns(caps, tile)).collect();
-        Align { pairs, buckets: self.experts, tile, label: "expert tiles", work_label: "align work", ids, columns: &columns }
-            .record(rec, pass)
-            .map(Some)
+        Align {
+            pairs,
+            buckets: self.experts,
+            tile,
+            label: "expert tiles",
+            work_label: "align work",
+            ids,
+            columns: &columns,
+        }
+        .record(rec, pass)
+        .map(Some)
     }
 
     /// Tiles of the adapter stream, or `None` when pairs go one by one.
@@ -256,8 +313,10 @@ impl MoeLayer {
         sites: &LayerSites,
     ) -> Result<Option<Aligned>> {
         let Some(tile) = rows::tile(pairs, self.experts * batch.adapters) else { return Ok(None) };
-        let columns: Vec<u32> =
-            [&sites.gate_up, &sites.down].into_iter().flat_map(|s| lora::column_tiles(caps, s, batch.max_rank)).collect();
+        let columns: Vec<u32> = [&sites.gate_up, &sites.down]
+            .into_iter()
+            .flat_map(|s| lora::column_tiles(caps, s, batch.max_rank))
+            .collect();
         let buckets = batch.slots * self.experts;
         Align { pairs, buckets, tile, label: "virtual tiles", work_label: "align work", ids, columns: &columns }
             .record(rec, pass)

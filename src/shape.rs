@@ -35,10 +35,6 @@ pub struct MoeShape {
 /// roundup(P + min(P, N + 1)·(B - 1), B). The bucket beyond N is the sentinel's.
 pub const fn align_capacity(pairs: usize, buckets: usize, tile: usize) -> usize {
     assert!(tile > 0, "the tile height must not be 0");
-    let filled = if pairs < buckets + 1 {
-        pairs
-    } else {
-        buckets + 1
-    };
+    let filled = if pairs < buckets + 1 { pairs } else { buckets + 1 };
     (pairs + filled * (tile - 1)).next_multiple_of(tile)
 }

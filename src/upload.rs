@@ -77,7 +77,10 @@ impl<'a> Uploader<'a> {
         parts: &dyn Fn(usize) -> Result<Vec<(DType, &'b [u8])>>,
     ) -> Result<Weights> {
         if in_dim % 8 != 0 {
-            return Err(Error::new(ErrorKind::Unsupported, format!("`{label}`: rows of {in_dim} weights, expected a multiple of 8")));
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("`{label}`: rows of {in_dim} weights, expected a multiple of 8"),
+            ));
         }
         let dtype = match (count > 0).then(|| parts(0)).transpose()?.as_deref() {
             Some([(dtype, _), ..]) => *dtype,
@@ -126,7 +129,13 @@ impl<'a> Uploader<'a> {
     ///
     /// # Errors
     /// As [`Uploader::stack`], and those of the checkpoint.
-    pub fn matrix(&mut self, checkpoint: &Checkpoint, label: &str, shape: [usize; 2], roles: &[Role]) -> Result<Weights> {
+    pub fn matrix(
+        &mut self,
+        checkpoint: &Checkpoint,
+        label: &str,
+        shape: [usize; 2],
+        roles: &[Role],
+    ) -> Result<Weights> {
         self.stack(label, 1, shape, &|_| {
             roles
                 .iter()

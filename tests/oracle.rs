@@ -1,8 +1,5 @@
 //! The integer stages of the oracle against their contracts.
-#![expect(
-    clippy::needless_range_loop,
-    reason = "pairs index several slices at once"
-)]
+#![expect(clippy::needless_range_loop, reason = "pairs index several slices at once")]
 
 mod common;
 
@@ -13,12 +10,7 @@ use wgmoe::router::{NoAdapter, STATUS_ID, STATUS_SLOT};
 use wgmoe::shape::align_capacity;
 
 /// Every clause of the align contract, checked without the code of align.
-fn check_aligned(
-    ids: &[i32],
-    buckets: usize,
-    tile: usize,
-    aligned: &Aligned,
-) -> Result<(), String> {
+fn check_aligned(ids: &[i32], buckets: usize, tile: usize, aligned: &Aligned) -> Result<(), String> {
     let pairs = ids.len();
     let bucket = |p: usize| match usize::try_from(ids[p]) {
         Ok(n) if n < buckets => n,
@@ -28,10 +20,7 @@ fn check_aligned(
     let count = aligned.num_tokens_post_padded as usize;
     let capacity = align_capacity(pairs, buckets, tile);
     if sorted.len() != capacity || aligned.expert_ids.len() * tile != capacity {
-        return Err(format!(
-            "expected capacity {capacity}, got {}",
-            sorted.len()
-        ));
+        return Err(format!("expected capacity {capacity}, got {}", sorted.len()));
     }
     if count > capacity || !count.is_multiple_of(tile) {
         return Err(format!("count {count} in capacity {capacity}"));
@@ -109,12 +98,7 @@ fn aligned(ids: &[i32], buckets: usize, tile: usize) -> Aligned {
 
 /// Labels of the tiles before the sentinel bucket.
 fn labels(aligned: &Aligned) -> Vec<i32> {
-    aligned
-        .expert_ids
-        .iter()
-        .copied()
-        .filter(|e| *e != -1)
-        .collect()
+    aligned.expert_ids.iter().copied().filter(|e| *e != -1).collect()
 }
 
 // remap
@@ -144,29 +128,17 @@ fn valid_ids_move_to_the_range_of_their_slot() {
 #[test]
 fn a_token_without_adapter_is_skipped_or_unshifted_and_never_masked_in() {
     let skipped = remap(&[3, 5], &[-1], 2, 16, 4, NoAdapter::Skip);
-    assert_eq!(
-        (skipped.virtual_topk_ids, skipped.lora_mask),
-        (vec![-1, -1], vec![0])
-    );
+    assert_eq!((skipped.virtual_topk_ids, skipped.lora_mask), (vec![-1, -1], vec![0]));
     let kept = remap(&[3, 5], &[-1], 2, 16, 4, NoAdapter::Unshifted);
-    assert_eq!(
-        (kept.virtual_topk_ids, kept.lora_mask),
-        (vec![3, 5], vec![0])
-    );
+    assert_eq!((kept.virtual_topk_ids, kept.lora_mask), (vec![3, 5], vec![0]));
 }
 
 #[test]
 fn a_slot_out_of_range_is_no_adapter_and_sets_the_status() {
     let remapped = remap(&[3, 5, 1, -4], &[3, 4], 2, 16, 4, NoAdapter::Unshifted);
     assert_eq!(remapped.virtual_topk_ids, [51, 53, 1, -4]);
-    assert_eq!(
-        (remapped.lora_mask, remapped.status),
-        (vec![1, 0], STATUS_SLOT)
-    );
-    assert_eq!(
-        remap(&[3], &[i32::MAX], 1, 16, 4, NoAdapter::Skip).virtual_topk_ids,
-        [-1]
-    );
+    assert_eq!((remapped.lora_mask, remapped.status), (vec![1, 0], STATUS_SLOT));
+    assert_eq!(remap(&[3], &[i32::MAX], 1, 16, 4, NoAdapter::Skip).virtual_topk_ids, [-1]);
 }
 
 #[test]
@@ -299,8 +271,7 @@ fn the_contract_holds_for_every_routing_and_adapter_mix() {
         let mut rng = Rng::new(3);
         let ids = routing.ids(tokens, top_k, experts, &mut rng);
         let mapping = mix.mapping(tokens, slots, &mut rng);
-        let virtual_ids =
-            remap(&ids, &mapping, top_k, experts, slots, NoAdapter::Skip).virtual_topk_ids;
+        let virtual_ids = remap(&ids, &mapping, top_k, experts, slots, NoAdapter::Skip).virtual_topk_ids;
         let got = align(&virtual_ids, slots * experts, 16, &[1]);
         if mix == AdapterMix::None && got.dispatch[0] != [1, 0, 1] {
             return Err("tokens without adapter cost tiles".into());
@@ -360,15 +331,7 @@ fn products_over_the_tiles_equal_products_over_the_pairs() {
                 continue;
             }
             let row = &x[p / top_k * inner..][..inner];
-            expert_gemm(
-                row,
-                &w,
-                &[got.expert_ids[i]],
-                1,
-                out,
-                inner,
-                &mut y[p * out..][..out],
-            );
+            expert_gemm(row, &w, &[got.expert_ids[i]], 1, out, inner, &mut y[p * out..][..out]);
         }
     }
     assert_eq!(y, expected);
@@ -382,10 +345,7 @@ fn routings_keep_their_promises() {
     for routing in Routing::ALL {
         let ids = routing.ids(200, 3, 8, &mut rng);
         for token in ids.chunks(3) {
-            assert!(
-                token[0] != token[1] && token[1] != token[2] && token[0] != token[2],
-                "{routing:?}"
-            );
+            assert!(token[0] != token[1] && token[1] != token[2] && token[0] != token[2], "{routing:?}");
             assert!(token.iter().all(|e| (0..8).contains(e)));
         }
         let firsts = ids.iter().step_by(3).filter(|e| **e == 0).count();

@@ -1,8 +1,5 @@
 //! The layer of the oracle as a whole: adapters against merged weights, ranks against one device.
-#![expect(
-    clippy::needless_range_loop,
-    reason = "rows index several slices at once"
-)]
+#![expect(clippy::needless_range_loop, reason = "rows index several slices at once")]
 
 mod common;
 
@@ -16,12 +13,7 @@ use wgmoe::shape::MoeShape;
 /// Row of an adapter's half to row of the gate_up matrix.
 type Column = fn(usize) -> usize;
 
-const SHAPE: MoeShape = MoeShape {
-    experts: 4,
-    top_k: 2,
-    hidden: 6,
-    expert_width: 5,
-};
+const SHAPE: MoeShape = MoeShape { experts: 4, top_k: 2, hidden: 6, expert_width: 5 };
 const TOKENS: usize = 9;
 const SLOTS: usize = 2;
 const RANK: usize = 3;
@@ -38,12 +30,7 @@ struct Weights {
 
 impl Weights {
     fn new(activation: Activation) -> Self {
-        let MoeShape {
-            experts,
-            hidden,
-            expert_width,
-            ..
-        } = SHAPE;
+        let MoeShape { experts, hidden, expert_width, .. } = SHAPE;
         let mut rng = Rng::new(11);
         let columns = activation.input_columns(expert_width);
         let factors = 3 * SLOTS * experts * RANK;
@@ -92,14 +79,7 @@ impl Weights {
     }
 
     /// The matrix rows `row(o)` of every expert plus the change of `slot` at `site`.
-    fn merge(
-        &self,
-        w: &mut [f32],
-        site: Site,
-        slot: usize,
-        rows: usize,
-        row: impl Fn(usize) -> usize,
-    ) {
+    fn merge(&self, w: &mut [f32], site: Site, slot: usize, rows: usize, row: impl Fn(usize) -> usize) {
         for e in 0..SHAPE.experts {
             let factor = self.factors(site, slot * SHAPE.experts + e).unwrap();
             let out = factor.b.len() / RANK;
@@ -124,19 +104,14 @@ fn a_mixed_batch_equals_a_merged_model_for_each_adapter() {
     let kinds = [
         Activation::Silu,
         Activation::Gelu,
-        Activation::SwigluClamped {
-            alpha: 1.702,
-            limit: 7.0,
-        },
+        Activation::SwigluClamped { alpha: 1.702, limit: 7.0 },
         Activation::ReluSquared,
     ];
     each_case(&kinds, |&kind| {
         let weights = Weights::new(kind);
         let layer = weights.layer(kind);
         let mapping = [0, 1, -1, 1, 0, -1, 1, 1, 0];
-        let mixed = moe_layer(&layer, &weights.x, &mapping, SLOTS, &|s, v| {
-            weights.factors(s, v)
-        });
+        let mixed = moe_layer(&layer, &weights.x, &mapping, SLOTS, &|s, v| weights.factors(s, v));
         for slot in [-1, 0, 1] {
             let mut gate_up = weights.gate_up.clone();
             let mut down = weights.down.clone();
@@ -153,18 +128,11 @@ fn a_mixed_batch_equals_a_merged_model_for_each_adapter() {
                 weights.merge(&mut gate_up, Site::ExpertUp, s, columns, up);
                 weights.merge(&mut down, Site::ExpertDown, s, d, |o| o);
             }
-            let merged = MoeLayer {
-                gate_up: &gate_up,
-                down: &down,
-                ..layer
-            };
+            let merged = MoeLayer { gate_up: &gate_up, down: &down, ..layer };
             let alone = moe_layer(&merged, &weights.x, &[-1; TOKENS], SLOTS, &|_, _| None);
             for t in 0..TOKENS {
                 if mapping[t] == slot {
-                    let error = rel_err(
-                        &mixed.out[t * d..(t + 1) * d],
-                        &alone.out[t * d..(t + 1) * d],
-                    );
+                    let error = rel_err(&mixed.out[t * d..(t + 1) * d], &alone.out[t * d..(t + 1) * d]);
                     if error > TOL_F32 {
                         return Err(format!("slot {slot}, token {t}: {error}"));
                     }
@@ -177,9 +145,7 @@ fn a_mixed_batch_equals_a_merged_model_for_each_adapter() {
 
 /// Columns start..end of a row-major matrix.
 fn columns(w: &[f32], width: usize, start: usize, end: usize) -> Vec<f32> {
-    w.chunks(width)
-        .flat_map(|row| row[start..end].to_vec())
-        .collect()
+    w.chunks(width).flat_map(|row| row[start..end].to_vec()).collect()
 }
 
 /// World size 4 with two expert groups: experts are split by `rank / 2`, their width by `rank % 2`. Slicing by the outer
@@ -190,9 +156,7 @@ fn partial_sums_of_four_ranks_add_up_when_experts_and_their_width_are_split() {
     let weights = Weights::new(Activation::Silu);
     let layer = weights.layer(Activation::Silu);
     let mapping = [0, 1, -1, 1, 0, -1, 1, 1, 0];
-    let whole = moe_layer(&layer, &weights.x, &mapping, SLOTS, &|s, v| {
-        weights.factors(s, v)
-    });
+    let whole = moe_layer(&layer, &weights.x, &mapping, SLOTS, &|s, v| weights.factors(s, v));
     let mut sum = vec![0.0; whole.out.len()];
     for rank in 0..4 {
         let (ep_rank, moe_tp_rank) = (rank / 2, rank % 2);
@@ -204,12 +168,7 @@ fn partial_sums_of_four_ranks_add_up_when_experts_and_their_width_are_split() {
                 let base = e * 2 * f + half;
                 gate_up.extend_from_slice(&weights.gate_up[(base + start) * d..(base + end) * d]);
             }
-            down.extend(columns(
-                &weights.down[e * d * f..(e + 1) * d * f],
-                f,
-                start,
-                end,
-            ));
+            down.extend(columns(&weights.down[e * d * f..(e + 1) * d * f], f, start, end));
         }
 
         // local virtual id -> that of the whole layer
@@ -228,10 +187,7 @@ fn partial_sums_of_four_ranks_add_up_when_experts_and_their_width_are_split() {
             Some(factor)
         };
         let part = MoeLayer {
-            shape: MoeShape {
-                expert_width: width,
-                ..SHAPE
-            },
+            shape: MoeShape { expert_width: width, ..SHAPE },
             table: [&[0, 1, -1, -1], &[-1, -1, 0, 1]][ep_rank],
             gate_up: &gate_up,
             down: &down,

@@ -135,7 +135,11 @@ impl AdapterPool {
     /// An empty slot, else the least recently used one that nothing pins.
     fn victim(&self) -> Option<usize> {
         self.slots.iter().position(Option::is_none).or_else(|| {
-            let unpinned = self.slots.iter().enumerate().filter_map(|(i, s)| s.as_ref().filter(|s| s.pins == 0).map(|s| (s.last_use, i)));
+            let unpinned = self
+                .slots
+                .iter()
+                .enumerate()
+                .filter_map(|(i, s)| s.as_ref().filter(|s| s.pins == 0).map(|s| (s.last_use, i)));
             unpinned.min().map(|(_, i)| i)
         })
     }
@@ -150,7 +154,8 @@ impl AdapterPool {
 
     /// Queue writes run in order: steps already submitted still see the old factors, later ones only the new.
     fn load(&mut self, slot: usize, id: AdapterId, adapter: &Adapter) -> Result<()> {
-        let images: Vec<LayerImage> = (0..self.layers.len()).map(|layer| self.layers[layer].image(layer, adapter)).collect();
+        let images: Vec<LayerImage> =
+            (0..self.layers.len()).map(|layer| self.layers[layer].image(layer, adapter)).collect();
         // Room for every layer first; the old tenant goes only when the new one is certain to fit.
         for (layer, image) in images.iter().enumerate() {
             self.layers[layer].reserve(&self.gpu, image.words.len() as u64 / WORD)?;
@@ -160,7 +165,10 @@ impl AdapterPool {
         for (layer, image) in images.iter().enumerate() {
             let pool = &mut self.layers[layer];
             let size = image.words.len() as u64 / WORD;
-            let begin = pool.free.take(size).ok_or_else(|| Error::new(ErrorKind::Limit, "adapter pool: reserved room is gone"))?;
+            let begin = pool
+                .free
+                .take(size)
+                .ok_or_else(|| Error::new(ErrorKind::Limit, "adapter pool: reserved room is gone"))?;
             ranges.push((layer, begin, size));
             pool.publish(&self.gpu, slot, begin, image);
         }
@@ -218,7 +226,9 @@ impl LayerPool {
         }
         let grown = gpu.buffer("adapter factors", wanted * WORD, wgpu::BufferUsages::empty())?;
         if self.capacity > 0 {
-            let mut encoder = gpu.device().create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("grow adapter factors") });
+            let mut encoder = gpu
+                .device()
+                .create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("grow adapter factors") });
             encoder.copy_buffer_to_buffer(&self.factors.pool.buffer, 0, &grown, 0, self.capacity * WORD);
             gpu.queue().submit([encoder.finish()]);
         }
@@ -234,7 +244,13 @@ impl LayerPool {
             gpu.queue().write_buffer(&self.factors.pool.buffer, begin * WORD, &image.words);
         }
         let s = &self.sites;
-        for (site, experts) in [(Some(&s.qkv), 1), (Some(&s.o), 1), (s.router.as_ref(), 1), (Some(&s.gate_up), s.experts), (Some(&s.down), s.experts)] {
+        for (site, experts) in [
+            (Some(&s.qkv), 1),
+            (Some(&s.o), 1),
+            (s.router.as_ref(), 1),
+            (Some(&s.gate_up), s.experts),
+            (Some(&s.down), s.experts),
+        ] {
             let Some(site) = site else { continue };
             let count = experts * site.out_dims.len();
             let mut rows = vec![[0u32; 4]; count];

@@ -61,7 +61,10 @@ impl Engine {
     /// # Errors
     /// [`ErrorKind::Device`] when the device was lost; nothing more will come then.
     pub fn poll(&mut self) -> Result<Vec<Event>> {
-        self.gpu.device().poll(wgpu::PollType::Poll).map_err(|e| Error::new(ErrorKind::Device, format!("device: {e}")))?;
+        self.gpu
+            .device()
+            .poll(wgpu::PollType::Poll)
+            .map_err(|e| Error::new(ErrorKind::Device, format!("device: {e}")))?;
         self.collect()
     }
 

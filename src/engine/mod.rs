@@ -88,7 +88,9 @@ impl Engine {
             max_blocks,
         };
         let cache = KvCache::new(gpu, config, blocks)?;
-        let storage = |label: &str, bytes: usize| gpu.buffer(label, bytes as u64, wgpu::BufferUsages::empty()).map(|b| View::whole(&b));
+        let storage = |label: &str, bytes: usize| {
+            gpu.buffer(label, bytes as u64, wgpu::BufferUsages::empty()).map(|b| View::whole(&b))
+        };
         let rotary = storage("rotary", options.max_context * config.head_dim * 4)?;
         let table = rotary_table(options.max_context, config.head_dim, config.rope_theta);
         gpu.queue().write_buffer(&rotary.buffer, 0, bytemuck::cast_slice(&table));
@@ -151,7 +153,10 @@ impl Engine {
     /// [`ErrorKind::Limit`] when the engine has no adapter slots.
     pub fn load_adapter(&mut self, name: &str, adapter: &Adapter) -> Result<AdapterId> {
         if self.options.adapter_slots == 0 {
-            return Err(Error::new(ErrorKind::Limit, format!("adapter `{name}`: the engine was made with 0 adapter slots")));
+            return Err(Error::new(
+                ErrorKind::Limit,
+                format!("adapter `{name}`: the engine was made with 0 adapter slots"),
+            ));
         }
         let id = AdapterId(self.next_id);
         self.next_id += 1;
@@ -199,7 +204,9 @@ impl Engine {
     pub fn check(&self, request: &Request) -> Result<()> {
         request.check(self.config(), self.options.max_context)?;
         match request.adapter {
-            Some(id) if !self.adapters.contains_key(&id) => Err(Error::new(ErrorKind::Adapter, "the adapter is not loaded")),
+            Some(id) if !self.adapters.contains_key(&id) => {
+                Err(Error::new(ErrorKind::Adapter, "the adapter is not loaded"))
+            }
             _ => Ok(()),
         }
     }

@@ -47,7 +47,8 @@ impl Engine {
 
     /// Gives waiting sequences a place, in order; the first that does not fit holds back those behind it.
     fn admit(&mut self) {
-        let waiting: Vec<SequenceId> = self.sequences.iter().filter(|(_, s)| s.place.is_none()).map(|(id, _)| *id).collect();
+        let waiting: Vec<SequenceId> =
+            self.sequences.iter().filter(|(_, s)| s.place.is_none()).map(|(id, _)| *id).collect();
         for id in waiting {
             if self.free_rows.is_empty() {
                 return;
@@ -64,7 +65,8 @@ impl Engine {
                     }
                 },
             };
-            let (Some(blocks), Some(row)) = (self.cache.take(KvCache::blocks_for(sequence.positions())), self.free_rows.last().copied())
+            let (Some(blocks), Some(row)) =
+                (self.cache.take(KvCache::blocks_for(sequence.positions())), self.free_rows.last().copied())
             else {
                 if let Some(slot) = slot {
                     self.pool.unpin(slot);
@@ -171,7 +173,8 @@ impl Engine {
         if let Some(logits) = &logits
             && n_picks > 0
         {
-            let sample = Sample { rows: n_picks, vocab, logits, picks: &picks, sampled: &sampled, last_ids: &self.last_ids };
+            let sample =
+                Sample { rows: n_picks, vocab, logits, picks: &picks, sampled: &sampled, last_ids: &self.last_ids };
             commands.pass(&mut self.rec, "sample", 0, |rec, pass| sample.record(rec, pass))?;
         }
         // Status, sampled ids, then the logits that somebody wants, in one buffer to map.
@@ -193,7 +196,16 @@ impl Engine {
             }
         }
         let submission = commands.submit(&mut self.rec);
-        let step = InFlight::new(submission, staging, bytes, logit_base, batch.picked, batch.read_out, batch.logits, batch.members);
+        let step = InFlight::new(
+            submission,
+            staging,
+            bytes,
+            logit_base,
+            batch.picked,
+            batch.read_out,
+            batch.logits,
+            batch.members,
+        );
         self.in_flight.push_back(step);
         Ok(())
     }

@@ -57,10 +57,17 @@ impl Activate<'_> {
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         let pipeline = pipeline(rec.gpu(), &ACTIVATION, vars(self.kind, self.ids.is_none()))?;
-        let (alpha, limit) = if let Activation::SwigluClamped { alpha, limit } = self.kind { (alpha, limit) } else { (0.0, 0.0) };
+        let (alpha, limit) =
+            if let Activation::SwigluClamped { alpha, limit } = self.kind { (alpha, limit) } else { (0.0, 0.0) };
         let params = ActivationParams { rows: self.rows as u32, quads: (self.width / 4) as u32, alpha, limit };
         let ids = self.ids.unwrap_or(self.gate_up);
-        rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &[self.gate_up, ids, self.h], &cover(self.rows * self.width / 4));
+        rec.dispatch(
+            pass,
+            &pipeline,
+            bytemuck::bytes_of(&params),
+            &[self.gate_up, ids, self.h],
+            &cover(self.rows * self.width / 4),
+        );
         Ok(())
     }
 }

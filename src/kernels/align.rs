@@ -119,7 +119,10 @@ impl Align<'_> {
         columns.sort_unstable();
         columns.dedup();
         if columns.len() > MAX_CONSUMERS {
-            return Err(Error::new(ErrorKind::Limit, format!("alignment: {} column counts, at most {MAX_CONSUMERS}", columns.len())));
+            return Err(Error::new(
+                ErrorKind::Limit,
+                format!("alignment: {} column counts, at most {MAX_CONSUMERS}", columns.len()),
+            ));
         }
         let chunk = chunk(self.pairs, self.buckets);
         let chunks = self.pairs.div_ceil(chunk as usize).max(1);

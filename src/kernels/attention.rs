@@ -55,7 +55,11 @@ pub struct Attention<'a> {
 /// The variables on one device for heads of `head_dim`.
 pub fn vars(caps: &Capabilities, head_dim: usize) -> Vars {
     let slices = if caps.one_subgroup { (head_dim / 4).div_ceil(caps.row_lanes as usize) } else { 0 };
-    vec![("slices", (slices as u32).into()), ("lanes", caps.row_lanes.into()), ("one_subgroup", caps.one_subgroup.into())]
+    vec![
+        ("slices", (slices as u32).into()),
+        ("lanes", caps.row_lanes.into()),
+        ("one_subgroup", caps.one_subgroup.into()),
+    ]
 }
 
 impl Attention<'_> {
@@ -78,7 +82,13 @@ impl Attention<'_> {
             pad0: 0,
         };
         let buffers = [self.q, self.k_cache, self.v_cache, self.row_table, self.blocks, self.out];
-        rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &Grid::folded(s.heads as u32, self.rows as u32));
+        rec.dispatch(
+            pass,
+            &pipeline,
+            bytemuck::bytes_of(&params),
+            &buffers,
+            &Grid::folded(s.heads as u32, self.rows as u32),
+        );
         Ok(())
     }
 }

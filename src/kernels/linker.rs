@@ -117,7 +117,13 @@ pub fn label(kernel: &Kernel, vars: &Vars) -> String {
         .map(|(name, v)| match v {
             Var::Number(n) => n.to_string(),
             Var::Word(w) => (*w).to_string(),
-            Var::Flag(on) => if *on { (*name).to_string() } else { format!("no-{name}") },
+            Var::Flag(on) => {
+                if *on {
+                    (*name).to_string()
+                } else {
+                    format!("no-{name}")
+                }
+            }
         })
         .collect();
     format!("{}[{}]", kernel.stem, words.join(" "))
@@ -128,15 +134,19 @@ pub fn label(kernel: &Kernel, vars: &Vars) -> String {
 /// # Errors
 /// [`ErrorKind::Unsupported`] when a variable that the file uses is missing: a defect of the caller.
 pub fn render(kernel: &Kernel, vars: &Vars) -> Result<String> {
-    let fail = |e: minijinja::Error| Error::new(ErrorKind::Unsupported, format!("shader `{}`: {e:#}", label(kernel, vars)));
+    let fail =
+        |e: minijinja::Error| Error::new(ErrorKind::Unsupported, format!("shader `{}`: {e:#}", label(kernel, vars)));
     let context: std::collections::BTreeMap<&str, minijinja::Value> = vars
         .iter()
         .map(|(name, v)| {
-            (*name, match v {
-                Var::Number(n) => minijinja::Value::from(*n),
-                Var::Word(w) => minijinja::Value::from(*w),
-                Var::Flag(on) => minijinja::Value::from(*on),
-            })
+            (
+                *name,
+                match v {
+                    Var::Number(n) => minijinja::Value::from(*n),
+                    Var::Word(w) => minijinja::Value::from(*w),
+                    Var::Flag(on) => minijinja::Value::from(*on),
+                },
+            )
         })
         .collect();
     let name = format!("{}.wgsl", kernel.stem);
@@ -171,7 +181,10 @@ pub fn pipeline(gpu: &Gpu, kernel: &'static Kernel, vars: Vars) -> Result<Arc<Pi
         layout: Some(&pipeline_layout),
         module: &module,
         entry_point: Some("main"),
-        compilation_options: wgpu::PipelineCompilationOptions { constants: &[], zero_initialize_workgroup_memory: false },
+        compilation_options: wgpu::PipelineCompilationOptions {
+            constants: &[],
+            zero_initialize_workgroup_memory: false,
+        },
         cache: None,
     });
     if let Some(e) = pollster::block_on(scope.pop()) {
@@ -195,7 +208,8 @@ fn bind_group_layout(gpu: &Gpu, reads: usize, writes: usize) -> wgpu::BindGroupL
                 entries.push(entry(i as u32 + 1, wgpu::BufferBindingType::Storage { read_only: i < reads }, false));
             }
             let label = format!("{reads} read, {writes} written");
-            gpu.device().create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: Some(&label), entries: &entries })
+            gpu.device()
+                .create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: Some(&label), entries: &entries })
         })
         .clone()
 }

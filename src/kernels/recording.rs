@@ -113,7 +113,14 @@ impl Recording {
     }
 
     /// Records one dispatch: `params` at binding 0, then `buffers` in the order of the shader's bindings.
-    pub fn dispatch(&mut self, pass: &mut wgpu::ComputePass<'_>, pipeline: &Pipeline, params: &[u8], buffers: &[&View], grid: &Grid) {
+    pub fn dispatch(
+        &mut self,
+        pass: &mut wgpu::ComputePass<'_>,
+        pipeline: &Pipeline,
+        params: &[u8],
+        buffers: &[&View],
+        grid: &Grid,
+    ) {
         debug_assert_eq!(buffers.len(), pipeline.buffers, "{}", pipeline.label);
         if let Grid::Direct(n) = grid
             && n.contains(&0)
@@ -136,7 +143,11 @@ impl Recording {
             for (i, v) in buffers.iter().enumerate() {
                 entries.push(wgpu::BindGroupEntry { binding: i as u32 + 1, resource: v.binding() });
             }
-            gpu.device().create_bind_group(&wgpu::BindGroupDescriptor { label: Some(&pipeline.label), layout: &pipeline.layout, entries: &entries })
+            gpu.device().create_bind_group(&wgpu::BindGroupDescriptor {
+                label: Some(&pipeline.label),
+                layout: &pipeline.layout,
+                entries: &entries,
+            })
         });
         pass.set_pipeline(&pipeline.raw);
         pass.set_bind_group(0, &*group, &[offset]);
@@ -179,7 +190,11 @@ impl Recording {
     /// Starts over, keeping buffers and bind groups.
     pub fn reset(&mut self) {
         for chunk in &mut self.chunks {
-            debug_assert_eq!(chunk.flushed, chunk.bytes.len(), "a recording was reset before its parameters were flushed");
+            debug_assert_eq!(
+                chunk.flushed,
+                chunk.bytes.len(),
+                "a recording was reset before its parameters were flushed"
+            );
             chunk.bytes.clear();
             chunk.flushed = 0;
         }

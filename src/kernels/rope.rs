@@ -110,7 +110,8 @@ impl Rope<'_> {
             eps: self.eps as f32,
             pad0: 0,
         };
-        let buffers = [self.qkv, self.norms, self.table, self.row_table, self.blocks, self.q, self.k_cache, self.v_cache];
+        let buffers =
+            [self.qkv, self.norms, self.table, self.row_table, self.blocks, self.q, self.k_cache, self.v_cache];
         let grid = Grid::folded((s.heads + 2 * s.kv_heads) as u32, self.rows as u32);
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         Ok(())

@@ -26,7 +26,11 @@ impl Model {
         let d = config.hidden;
         let table = [config.vocab, d];
         let embedding = up.matrix(checkpoint, "embedding", table, &[Role::Embedding])?;
-        let lm_head = if config.tie_embeddings { None } else { Some(up.matrix(checkpoint, "lm_head", table, &[Role::LmHead])?) };
+        let lm_head = if config.tie_embeddings {
+            None
+        } else {
+            Some(up.matrix(checkpoint, "lm_head", table, &[Role::LmHead])?)
+        };
         let final_norm = up.vectors(checkpoint, "final norm", &[Role::FinalNorm])?;
         let mut layers = Vec::with_capacity(config.layers.len());
         for (layer, kind) in config.layers.iter().enumerate() {
@@ -41,7 +45,8 @@ impl Model {
 /// The kernels read rows in groups of eight and hold at most 256 values of a head.
 fn check_sizes(config: &ModelConfig) -> Result<()> {
     let q = config.heads * config.head_dim;
-    let mut sizes = vec![("hidden_size", config.hidden), ("num_attention_heads * head_dim", q), ("head_dim", config.head_dim)];
+    let mut sizes =
+        vec![("hidden_size", config.hidden), ("num_attention_heads * head_dim", q), ("head_dim", config.head_dim)];
     if config.layers.contains(&MlpKind::Experts) {
         sizes.push(("moe_intermediate_size", config.moe.expert_width));
     }
@@ -50,11 +55,17 @@ fn check_sizes(config: &ModelConfig) -> Result<()> {
     }
     for (name, size) in sizes {
         if size == 0 || size % 8 != 0 {
-            return Err(Error::new(ErrorKind::Unsupported, format!("config.json: `{name}` is {size}, expected a multiple of 8")));
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("config.json: `{name}` is {size}, expected a multiple of 8"),
+            ));
         }
     }
     if config.head_dim > 256 {
-        return Err(Error::new(ErrorKind::Unsupported, format!("config.json: `head_dim` is {}, expected 256 or less", config.head_dim)));
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("config.json: `head_dim` is {}, expected 256 or less", config.head_dim),
+        ));
     }
     Ok(())
 }
@@ -81,7 +92,12 @@ fn load_layer(
     let kv = config.kv_heads * config.head_dim;
     let label = |what: &str| format!("layer {layer} {what}");
     let input_norm = up.vectors(checkpoint, &label("input norm"), &[Role::InputNorm { layer }])?;
-    let qkv = up.matrix(checkpoint, &label("qkv"), [q + 2 * kv, d], &[Role::Q { layer }, Role::K { layer }, Role::V { layer }])?;
+    let qkv = up.matrix(
+        checkpoint,
+        &label("qkv"),
+        [q + 2 * kv, d],
+        &[Role::Q { layer }, Role::K { layer }, Role::V { layer }],
+    )?;
     let head_norms = up.vectors(checkpoint, &label("head norms"), &[Role::QNorm { layer }, Role::KNorm { layer }])?;
     let o = up.matrix(checkpoint, &label("o"), [d, q], &[Role::O { layer }])?;
     let mlp_norm = up.vectors(checkpoint, &label("mlp norm"), &[Role::PostAttentionNorm { layer }])?;
@@ -104,7 +120,11 @@ fn load_layer(
             let local_table = if placement.is_identity() {
                 None
             } else {
-                let buffer = gpu.buffer(&label("local table"), placement.local_table().len() as u64 * 4, wgpu::BufferUsages::empty())?;
+                let buffer = gpu.buffer(
+                    &label("local table"),
+                    placement.local_table().len() as u64 * 4,
+                    wgpu::BufferUsages::empty(),
+                )?;
                 gpu.queue().write_buffer(&buffer, 0, bytemuck::cast_slice(placement.local_table()));
                 Some(View::whole(&buffer))
             };
@@ -117,7 +137,8 @@ fn load_layer(
                 gate_up: up.stack(&label("experts gate_up"), owned.len(), [2 * f, d], &|m| {
                     Ok(vec![part(m, ExpertPart::Gate)?, part(m, ExpertPart::Up)?])
                 })?,
-                down: up.stack(&label("experts down"), owned.len(), [d, f], &|m| Ok(vec![part(m, ExpertPart::Down)?]))?,
+                down: up
+                    .stack(&label("experts down"), owned.len(), [d, f], &|m| Ok(vec![part(m, ExpertPart::Down)?]))?,
                 activation: Activation::Silu,
             }))
         }

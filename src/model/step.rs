@@ -79,7 +79,9 @@ impl Commands {
             self.macs = 0;
         }
         self.macs += macs;
-        let mut pass = self.encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label: Some(label), timestamp_writes: None });
+        let mut pass = self
+            .encoder
+            .begin_compute_pass(&wgpu::ComputePassDescriptor { label: Some(label), timestamp_writes: None });
         work(rec, &mut pass)
     }
 
@@ -93,7 +95,11 @@ impl Commands {
 impl Model {
     /// The adapter sites of every layer for `slots` slots.
     pub(crate) fn sites(&self, slots: usize) -> Vec<LayerSites> {
-        self.config.layers.iter().map(|kind| LayerSites::new(&self.config, *kind, self.placement.owned().len(), slots)).collect()
+        self.config
+            .layers
+            .iter()
+            .map(|kind| LayerSites::new(&self.config, *kind, self.placement.owned().len(), slots))
+            .collect()
     }
 
     /// Multiply-accumulates of one layer for one row, adapters not counted.
@@ -123,7 +129,13 @@ impl Model {
         let d = c.hidden;
         let hidden = rec.scratch("hidden", (t.rows * d * 4) as u64)?;
         t.lora = commands.pass(rec, "embed", 0, |rec, pass| {
-            let embed = Embed { rows: t.rows, row_table: t.row_table, last_ids: t.last_ids, table: &self.embedding, hidden: &hidden };
+            let embed = Embed {
+                rows: t.rows,
+                row_table: t.row_table,
+                last_ids: t.last_ids,
+                table: &self.embedding,
+                hidden: &hidden,
+            };
             embed.record(rec, pass)?;
             let Some(batch) = t.lora.take() else { return Ok(None) };
             let sites = (0..self.layers.len()).flat_map(|layer| {
@@ -136,7 +148,9 @@ impl Model {
         })?;
         for (layer, weights) in self.layers.iter().enumerate() {
             let macs = self.layer_macs(layer) * t.rows as u64;
-            commands.pass(rec, "layer", macs, |rec, pass| self.record_layer(rec, pass, layer, weights, cache, pool, &t, &hidden))?;
+            commands.pass(rec, "layer", macs, |rec, pass| {
+                self.record_layer(rec, pass, layer, weights, cache, pool, &t, &hidden)
+            })?;
         }
         if t.logit_rows == 0 {
             return Ok(None);
@@ -187,8 +201,15 @@ impl Model {
         let (sites, factors) = pool.layer(layer);
         let q_width = c.heads * c.head_dim;
         let qkv_width = q_width + 2 * c.kv_heads * c.head_dim;
-        let dense = |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, x: &View, weights, y: &View, y_stride, accumulate| {
-            ExpertGemm { rows: t.rows, row_div: 1, select: Rows::Dense, x, weights, y, y_stride, accumulate }.record(rec, pass)
+        let dense = |rec: &mut Recording,
+                     pass: &mut wgpu::ComputePass<'_>,
+                     x: &View,
+                     weights,
+                     y: &View,
+                     y_stride,
+                     accumulate| {
+            ExpertGemm { rows: t.rows, row_div: 1, select: Rows::Dense, x, weights, y, y_stride, accumulate }
+                .record(rec, pass)
         };
         let adapt = |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, site, x: &View, y: &View| match &t.lora {
             Some(batch) => batch.record_dense(rec, pass, site, factors, t.rows, x, y),
@@ -240,7 +261,11 @@ impl Model {
         match &w.mlp {
             Mlp::Experts(moe) => {
                 let lora = t.lora.as_ref().map(|batch| (batch, sites, factors));
-                moe.record(rec, pass, &MoeTensors { tokens: t.rows, x: &x, out: hidden, accumulate: true, status: t.status, lora })
+                moe.record(
+                    rec,
+                    pass,
+                    &MoeTensors { tokens: t.rows, x: &x, out: hidden, accumulate: true, status: t.status, lora },
+                )
             }
             Mlp::Dense { gate_up, down } => {
                 let f = c.dense_width;

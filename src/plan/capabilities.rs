@@ -37,11 +37,17 @@ impl Capabilities {
             ("max_compute_workgroups_per_dimension", limits.max_compute_workgroups_per_dimension, 65_535),
         ] {
             if got < need {
-                return Err(Error::new(ErrorKind::Device, format!("device `{}`: {name} is {got}, expected {need} or more", info.name)));
+                return Err(Error::new(
+                    ErrorKind::Device,
+                    format!("device `{}`: {name} is {got}, expected {need} or more", info.name),
+                ));
             }
         }
         if !downlevel.contains(wgpu::DownlevelFlags::COMPUTE_SHADERS | wgpu::DownlevelFlags::INDIRECT_EXECUTION) {
-            return Err(Error::new(ErrorKind::Device, format!("device `{}`: no compute shaders or no indirect dispatch", info.name)));
+            return Err(Error::new(
+                ErrorKind::Device,
+                format!("device `{}`: no compute shaders or no indirect dispatch", info.name),
+            ));
         }
         let (min, max) = info.subgroup_sizes;
         let subgroup = tier >= Tier::Subgroup;

@@ -23,7 +23,10 @@ pub struct Piece {
 /// [`ErrorKind::Limit`] when a single row exceeds the limit.
 pub fn cut(matrices: usize, rows: usize, row_bytes: u64, limit: u64) -> Result<Vec<Piece>> {
     if row_bytes > limit {
-        return Err(Error::new(ErrorKind::Limit, format!("a row of {row_bytes} bytes exceeds the device's binding limit of {limit}")));
+        return Err(Error::new(
+            ErrorKind::Limit,
+            format!("a row of {row_bytes} bytes exceeds the device's binding limit of {limit}"),
+        ));
     }
     let matrix_bytes = row_bytes * rows as u64;
     let mut pieces = Vec::new();
@@ -49,7 +52,9 @@ mod tests {
 
     #[test]
     fn pieces_cover_every_row_once_and_stay_under_the_limit() {
-        for (matrices, rows, row_bytes, limit) in [(1, 1, 16, 16), (8, 160, 256, 1 << 20), (7, 33, 100, 3300), (3, 10, 100, 250), (2, 5, 64, 64)] {
+        for (matrices, rows, row_bytes, limit) in
+            [(1, 1, 16, 16), (8, 160, 256, 1 << 20), (7, 33, 100, 3300), (3, 10, 100, 250), (2, 5, 64, 64)]
+        {
             let pieces = cut(matrices, rows, row_bytes, limit).unwrap();
             let mut seen = vec![0; matrices * rows];
             for p in &pieces {

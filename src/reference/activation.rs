@@ -9,11 +9,7 @@ use crate::activation::Activation;
 /// written.
 pub fn activation(gate_up: &[f32], ids: &[i32], f: usize, kind: Activation, out: &mut [f32]) {
     let columns = kind.input_columns(f);
-    assert_eq!(
-        gate_up.len(),
-        ids.len() * columns,
-        "gate_up: [P, 2F] or [P, F]"
-    );
+    assert_eq!(gate_up.len(), ids.len() * columns, "gate_up: [P, 2F] or [P, F]");
     assert_eq!(out.len(), ids.len() * f, "out: [P, F]");
     for p in 0..ids.len() {
         if ids[p] < 0 {
@@ -61,10 +57,7 @@ mod tests {
 
     #[test]
     fn each_kind_gives_its_known_value() {
-        let clamped = Activation::SwigluClamped {
-            alpha: 1.702,
-            limit: 7.0,
-        };
+        let clamped = Activation::SwigluClamped { alpha: 1.702, limit: 7.0 };
         let cases: [(Activation, &[f32], f32); 6] = [
             (Activation::Silu, &[1.0, 2.0], 1.462_117_2),
             (Activation::Gelu, &[1.0, 2.0], 1.682_384),
@@ -75,10 +68,7 @@ mod tests {
         ];
         for (kind, gate_up, expected) in cases {
             let got = one(kind, gate_up);
-            assert!(
-                (got - expected).abs() < 1e-4,
-                "{kind:?}: expected {expected}, got {got}"
-            );
+            assert!((got - expected).abs() < 1e-4, "{kind:?}: expected {expected}, got {got}");
         }
     }
 
@@ -92,13 +82,7 @@ mod tests {
     #[test]
     fn rows_of_negative_ids_are_left_alone() {
         let mut out = [f32::NAN, f32::NAN];
-        activation(
-            &[f32::NAN, f32::NAN, 0.0, 1.0],
-            &[-1, 0],
-            1,
-            Activation::Silu,
-            &mut out,
-        );
+        activation(&[f32::NAN, f32::NAN, 0.0, 1.0], &[-1, 0], 1, Activation::Silu, &mut out);
         assert!(out[0].is_nan());
         assert_eq!(out[1], 0.0);
     }

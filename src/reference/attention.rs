@@ -17,37 +17,14 @@ pub struct AttentionShape {
 ///
 /// `q`: `[T, heads, head_dim]` at positions start..start + T of one sequence, `k` and `v`: `[S, kv_heads, head_dim]` with
 /// S >= start + T, `out`: `[T, heads, head_dim]`. Keys past a query's position are not read.
-pub fn attention(
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    start: usize,
-    shape: &AttentionShape,
-    out: &mut [f32],
-) {
-    let AttentionShape {
-        heads,
-        kv_heads,
-        head_dim,
-        scale,
-    } = *shape;
-    assert_eq!(
-        heads % kv_heads,
-        0,
-        "the key heads must divide the query heads"
-    );
+pub fn attention(q: &[f32], k: &[f32], v: &[f32], start: usize, shape: &AttentionShape, out: &mut [f32]) {
+    let AttentionShape { heads, kv_heads, head_dim, scale } = *shape;
+    assert_eq!(heads % kv_heads, 0, "the key heads must divide the query heads");
     let tokens = q.len() / (heads * head_dim);
-    assert_eq!(
-        q.len(),
-        tokens * heads * head_dim,
-        "q: [T, heads, head_dim]"
-    );
+    assert_eq!(q.len(), tokens * heads * head_dim, "q: [T, heads, head_dim]");
     assert_eq!(out.len(), q.len(), "out: [T, heads, head_dim]");
     assert_eq!(k.len(), v.len(), "k and v: [S, kv_heads, head_dim]");
-    assert!(
-        k.len() >= (start + tokens) * kv_heads * head_dim,
-        "S >= start + T"
-    );
+    assert!(k.len() >= (start + tokens) * kv_heads * head_dim, "S >= start + T");
     for t in 0..tokens {
         for h in 0..heads {
             let g = h / (heads / kv_heads);
@@ -58,8 +35,7 @@ pub fn attention(
             for j in 0..keys {
                 let mut dot = 0.0;
                 for i in 0..head_dim {
-                    dot +=
-                        f64::from(q[q_base + i]) * f64::from(k[(j * kv_heads + g) * head_dim + i]);
+                    dot += f64::from(q[q_base + i]) * f64::from(k[(j * kv_heads + g) * head_dim + i]);
                 }
                 logits[j] = dot * f64::from(scale);
                 max = max.max(logits[j]);
@@ -84,24 +60,12 @@ pub fn attention(
 mod tests {
     use super::*;
 
-    const SHAPE: AttentionShape = AttentionShape {
-        heads: 2,
-        kv_heads: 1,
-        head_dim: 1,
-        scale: 1.0,
-    };
+    const SHAPE: AttentionShape = AttentionShape { heads: 2, kv_heads: 1, head_dim: 1, scale: 1.0 };
 
     #[test]
     fn a_query_does_not_see_later_keys() {
         let mut out = [f32::NAN; 4];
-        attention(
-            &[0.0; 4],
-            &[1.0, 2.0, f32::NAN],
-            &[4.0, 8.0, f32::NAN],
-            0,
-            &SHAPE,
-            &mut out,
-        );
+        attention(&[0.0; 4], &[1.0, 2.0, f32::NAN], &[4.0, 8.0, f32::NAN], 0, &SHAPE, &mut out);
         assert_eq!(out, [4.0, 4.0, 6.0, 6.0]);
     }
 
@@ -120,12 +84,7 @@ mod tests {
 
     #[test]
     fn query_heads_read_the_key_head_of_their_group() {
-        let shape = AttentionShape {
-            heads: 4,
-            kv_heads: 2,
-            head_dim: 1,
-            scale: 1.0,
-        };
+        let shape = AttentionShape { heads: 4, kv_heads: 2, head_dim: 1, scale: 1.0 };
         let mut out = [f32::NAN; 4];
         attention(&[1.0; 4], &[0.0, 0.0], &[5.0, 6.0], 0, &shape, &mut out);
         assert_eq!(out, [5.0, 5.0, 6.0, 6.0]);

@@ -4,15 +4,7 @@
 ///
 /// `y`: `[P, D]`, `weights`: `[P]`, `ids`: `[P]` localised, `out`: `[T, D]`. Pairs with a negative id are skipped: neither their
 /// rows nor their weights are read. A token without pairs gets zeros (or keeps its row with `accumulate`).
-pub fn combine(
-    y: &[f32],
-    weights: &[f32],
-    ids: &[i32],
-    top_k: usize,
-    d: usize,
-    out: &mut [f32],
-    accumulate: bool,
-) {
+pub fn combine(y: &[f32], weights: &[f32], ids: &[i32], top_k: usize, d: usize, out: &mut [f32], accumulate: bool) {
     assert_eq!(y.len(), ids.len() * d, "y: [P, D]");
     assert_eq!(weights.len(), ids.len(), "weights: [P]");
     let tokens = ids.len() / top_k;
@@ -39,16 +31,7 @@ mod tests {
 
     #[test]
     fn skipped_pairs_are_not_read() {
-        let y = [
-            1.0,
-            2.0,
-            f32::NAN,
-            f32::NAN,
-            f32::NAN,
-            f32::NAN,
-            f32::NAN,
-            f32::NAN,
-        ];
+        let y = [1.0, 2.0, f32::NAN, f32::NAN, f32::NAN, f32::NAN, f32::NAN, f32::NAN];
         let weights = [0.5, f32::NAN, 1.0, 1.0];
         let ids = [3, -1, -2, i32::MIN];
         let mut out = [f32::NAN; 4];

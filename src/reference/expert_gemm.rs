@@ -6,21 +6,9 @@ use super::index;
 ///
 /// `x`: `[rows, in]`, `w`: `[E_l, out, in]`, `ids`: `[P]`, `y`: `[P, out]`. `row_div` is A for gate and up (x has T rows) and 1
 /// for down (x has P rows). Rows of ids outside 0..E_l are left alone, and the x rows of such pairs are not read.
-pub fn expert_gemm(
-    x: &[f32],
-    w: &[f32],
-    ids: &[i32],
-    row_div: usize,
-    out_dim: usize,
-    in_dim: usize,
-    y: &mut [f32],
-) {
+pub fn expert_gemm(x: &[f32], w: &[f32], ids: &[i32], row_div: usize, out_dim: usize, in_dim: usize, y: &mut [f32]) {
     let experts_local = w.len() / (out_dim * in_dim);
-    assert_eq!(
-        w.len(),
-        experts_local * out_dim * in_dim,
-        "w: [E_l, out, in]"
-    );
+    assert_eq!(w.len(), experts_local * out_dim * in_dim, "w: [E_l, out, in]");
     assert_eq!(y.len(), ids.len() * out_dim, "y: [P, out]");
     for p in 0..ids.len() {
         let Some(e) = index(ids[p]).filter(|e| *e < experts_local) else {
@@ -30,8 +18,7 @@ pub fn expert_gemm(
         for o in 0..out_dim {
             let mut sum = 0.0;
             for i in 0..in_dim {
-                sum +=
-                    f64::from(w[(e * out_dim + o) * in_dim + i]) * f64::from(x[row * in_dim + i]);
+                sum += f64::from(w[(e * out_dim + o) * in_dim + i]) * f64::from(x[row * in_dim + i]);
             }
             y[p * out_dim + o] = sum as f32;
         }
@@ -74,15 +61,7 @@ mod tests {
     #[test]
     fn rows_of_ids_that_are_not_held_are_left_alone() {
         let mut y = [f32::NAN; 6];
-        expert_gemm(
-            &[f32::NAN, 0.0, 1.0, 1.0, f32::NAN, 0.0],
-            &W,
-            &[-1, 1, 2],
-            1,
-            2,
-            2,
-            &mut y,
-        );
+        expert_gemm(&[f32::NAN, 0.0, 1.0, 1.0, f32::NAN, 0.0], &W, &[-1, 1, 2], 1, 2, 2, &mut y);
         expert_bias(&[1.0, 1.0, 2.0, 2.0], &[-1, 1, 2], 2, &mut y);
         assert!(y[0].is_nan() && y[1].is_nan() && y[4].is_nan() && y[5].is_nan());
         assert_eq!(y[2..4], [7.0, 11.0]);

@@ -31,10 +31,7 @@ pub fn lora<'a>(
     y_stride: usize,
     y_column: usize,
 ) {
-    assert!(
-        y_column + out_dim <= y_stride,
-        "the columns lie inside a row of y"
-    );
+    assert!(y_column + out_dim <= y_stride, "the columns lie inside a row of y");
     assert_eq!(y.len(), virtual_ids.len() * y_stride, "y: [P, y_stride]");
     for p in 0..virtual_ids.len() {
         let Some(factor) = index(virtual_ids[p]).and_then(factors) else {
@@ -73,24 +70,9 @@ mod tests {
 
     #[test]
     fn adapters_of_different_rank_change_only_their_pairs_and_columns() {
-        let one = Factors {
-            rank: 1,
-            scale: 2.0,
-            a: &[1.0, 1.0],
-            b: &[1.0, 10.0],
-        };
-        let two = Factors {
-            rank: 2,
-            scale: 0.5,
-            a: &[1.0, 0.0, 0.0, 1.0],
-            b: &[0.0, 1.0, 1.0, 0.0],
-        };
-        let none = Factors {
-            rank: 0,
-            scale: 1.0,
-            a: &[],
-            b: &[],
-        };
+        let one = Factors { rank: 1, scale: 2.0, a: &[1.0, 1.0], b: &[1.0, 10.0] };
+        let two = Factors { rank: 2, scale: 0.5, a: &[1.0, 0.0, 0.0, 1.0], b: &[0.0, 1.0, 1.0, 0.0] };
+        let none = Factors { rank: 0, scale: 1.0, a: &[], b: &[] };
         let factors = |v: usize| match v {
             0 => Some(one),
             3 => Some(two),
@@ -101,22 +83,12 @@ mod tests {
         // pairs of token 0: slots with rank 1 and 2; of token 1: rank 0 and nothing loaded
         let mut y = [1.0; 12];
         lora(&x, 2, &[0, 3, 4, 1], &factors, 2, 2, &mut y, 3, 1);
-        assert_eq!(
-            y,
-            [1.0, 7.0, 61.0, 1.0, 2.0, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-        );
+        assert_eq!(y, [1.0, 7.0, 61.0, 1.0, 2.0, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]);
     }
 
     #[test]
     fn a_negative_id_reads_and_writes_nothing() {
-        let factors = |_: usize| {
-            Some(Factors {
-                rank: 1,
-                scale: 1.0,
-                a: &[1.0],
-                b: &[1.0],
-            })
-        };
+        let factors = |_: usize| Some(Factors { rank: 1, scale: 1.0, a: &[1.0], b: &[1.0] });
         let mut y = [5.0, 6.0];
         lora(&[f32::NAN, 1.0], 1, &[-7, 0], &factors, 1, 1, &mut y, 1, 0);
         assert_eq!(y, [5.0, 7.0]);

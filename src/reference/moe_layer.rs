@@ -1,8 +1,6 @@
 //! The stages of one mixture-of-experts layer in order, and nothing else.
 
-use super::{
-    Factors, Routed, activation, combine, expert_bias, expert_gemm, localise, lora, remap, route,
-};
+use super::{Factors, Routed, activation, combine, expert_bias, expert_gemm, localise, lora, remap, route};
 use crate::activation::Activation;
 use crate::adapter::Site;
 use crate::router::{NoAdapter, RouteOptions};
@@ -58,12 +56,7 @@ pub fn moe_layer<'a>(
     slots: usize,
     factors: &dyn Fn(Site, usize) -> Option<Factors<'a>>,
 ) -> MoeOutput {
-    let MoeShape {
-        experts,
-        top_k,
-        hidden: d,
-        expert_width: f,
-    } = layer.shape;
+    let MoeShape { experts, top_k, hidden: d, expert_width: f } = layer.shape;
     let tokens = token_lora_mapping.len();
     let pairs = tokens * top_k;
     let columns = layer.activation.input_columns(f);
@@ -72,23 +65,9 @@ pub fn moe_layer<'a>(
     assert_eq!(layer.table.len(), experts, "table: [E]");
 
     let logits = router_logits(x, layer.router, tokens, experts, d);
-    let routed = route(
-        &logits,
-        layer.router_bias,
-        tokens,
-        experts,
-        top_k,
-        &layer.options,
-    );
+    let routed = route(&logits, layer.router_bias, tokens, experts, top_k, &layer.options);
     let ids = localise(&routed.ids, layer.table, tokens, top_k);
-    let remapped = remap(
-        &ids,
-        token_lora_mapping,
-        top_k,
-        experts_local,
-        slots,
-        NoAdapter::Skip,
-    );
+    let remapped = remap(&ids, token_lora_mapping, top_k, experts_local, slots, NoAdapter::Skip);
     let virtual_ids = &remapped.virtual_topk_ids;
 
     let mut gate_up = vec![0.0; pairs * columns];
@@ -122,12 +101,7 @@ pub fn moe_layer<'a>(
     let mut out = vec![0.0; tokens * d];
     combine(&y, &routed.weights, &ids, top_k, d, &mut out, false);
     let status = routed.status | remapped.status;
-    MoeOutput {
-        out,
-        routed,
-        local_ids: ids,
-        status,
-    }
+    MoeOutput { out, routed, local_ids: ids, status }
 }
 
 /// Semantics: `logits[t] = router · x[t]`; `[T, E]`.
@@ -153,17 +127,7 @@ fn lora_interleaved<'a>(
     for i in 0..half.len() {
         half[i] = y[2 * i + first];
     }
-    lora(
-        x,
-        row_div,
-        virtual_ids,
-        factors,
-        out_dim,
-        in_dim,
-        &mut half,
-        out_dim,
-        0,
-    );
+    lora(x, row_div, virtual_ids, factors, out_dim, in_dim, &mut half, out_dim, 0);
     for i in 0..half.len() {
         y[2 * i + first] = half[i];
     }

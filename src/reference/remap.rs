@@ -29,11 +29,7 @@ pub fn remap(
 ) -> Remapped {
     let tokens = token_lora_mapping.len();
     assert_eq!(ids.len(), tokens * top_k, "ids: [T, A]");
-    let mut remapped = Remapped {
-        virtual_topk_ids: vec![-1; ids.len()],
-        lora_mask: vec![0; tokens],
-        status: 0,
-    };
+    let mut remapped = Remapped { virtual_topk_ids: vec![-1; ids.len()], lora_mask: vec![0; tokens], status: 0 };
     for t in 0..tokens {
         let mut slot = index(token_lora_mapping[t]);
         if slot.is_some_and(|s| s >= slots) {

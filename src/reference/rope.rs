@@ -26,11 +26,7 @@ pub fn rope(
     inverse_frequencies: &[f64],
 ) {
     let half = inverse_frequencies.len();
-    assert_eq!(
-        x.len(),
-        positions.len() * heads * head_dim,
-        "x: [T, heads, head_dim]"
-    );
+    assert_eq!(x.len(), positions.len() * heads * head_dim, "x: [T, heads, head_dim]");
     assert!(2 * half <= head_dim, "the rotary part lies inside a head");
     for t in 0..positions.len() {
         for h in 0..heads {
@@ -71,15 +67,7 @@ mod tests {
         let mut x = [1.0, 7.0, 3.0, 4.0];
         let mut expected = [f32::NAN; 4];
         rms_norm(&x, &[1.0, 0.5], 1e-6, &mut expected);
-        rope(
-            &mut x,
-            Some(&[1.0, 0.5]),
-            1e-6,
-            &[0],
-            2,
-            2,
-            &inverse_frequencies(1e4, 2),
-        );
+        rope(&mut x, Some(&[1.0, 0.5]), 1e-6, &[0], 2, 2, &inverse_frequencies(1e4, 2));
         assert_eq!(x, expected);
     }
 

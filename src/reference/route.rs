@@ -37,10 +37,7 @@ pub fn route(
         assert_eq!(bias.len(), experts, "bias: [E]");
     }
     let groups = options.groups as usize;
-    assert!(
-        groups >= 1 && experts.is_multiple_of(groups),
-        "the groups must divide E"
-    );
+    assert!(groups >= 1 && experts.is_multiple_of(groups), "the groups must divide E");
 
     let mut routed = Routed {
         ids: vec![-1; tokens * top_k],
@@ -209,15 +206,8 @@ mod tests {
         assert_eq!(routed.ids, [2, 1]);
         close(&routed.weights, &[2.0 / 3.0, 1.0 / 3.0]);
         close(&routed.gap, &[2f32.ln()]);
-        let options = RouteOptions {
-            renormalise: false,
-            scale: 2.0,
-            ..Default::default()
-        };
-        close(
-            &route(&logits, None, 1, 4, 2, &options).weights,
-            &[1.0, 0.5],
-        );
+        let options = RouteOptions { renormalise: false, scale: 2.0, ..Default::default() };
+        close(&route(&logits, None, 1, 4, 2, &options).weights, &[1.0, 0.5]);
     }
 
     #[test]
@@ -248,11 +238,7 @@ mod tests {
 
     #[test]
     fn bias_selects_but_does_not_weight() {
-        let options = RouteOptions {
-            score: Score::Sigmoid,
-            renormalise: false,
-            ..Default::default()
-        };
+        let options = RouteOptions { score: Score::Sigmoid, renormalise: false, ..Default::default() };
         let bias = [0.0, 0.0, 1.0];
         let routed = route(&[0.0, 1.0, -1.0], Some(&bias), 1, 3, 2, &options);
         assert_eq!(routed.ids, [2, 1]);
@@ -262,12 +248,7 @@ mod tests {
     #[test]
     fn only_experts_of_the_best_groups_are_candidates() {
         let logits = [3.0, -9.0, 2.0, 2.0, 1.0, 1.0];
-        let mut options = RouteOptions {
-            score: Score::Sigmoid,
-            groups: 3,
-            top_groups: 1,
-            ..Default::default()
-        };
+        let mut options = RouteOptions { score: Score::Sigmoid, groups: 3, top_groups: 1, ..Default::default() };
         let by_max = route(&logits, None, 1, 6, 2, &options);
         assert_eq!(by_max.ids, [0, 1]);
         options.group_score = GroupScore::TopTwo;
@@ -280,10 +261,7 @@ mod tests {
 
     #[test]
     fn scores_that_underflow_leave_zero_weights() {
-        let options = RouteOptions {
-            score: Score::Sigmoid,
-            ..Default::default()
-        };
+        let options = RouteOptions { score: Score::Sigmoid, ..Default::default() };
         let routed = route(&[-2000.0, -3000.0], None, 1, 2, 1, &options);
         assert_eq!((routed.ids[0], routed.weights[0]), (0, 0.0));
     }

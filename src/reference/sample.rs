@@ -127,15 +127,7 @@ mod tests {
     #[test]
     fn the_draw_walks_the_masses_in_index_order() {
         let logits = [0.0, 4f32.ln(), 2f32.ln(), 0.0];
-        let cases = [
-            (0.0, 0),
-            (0.124, 0),
-            (0.126, 1),
-            (0.624, 1),
-            (0.626, 2),
-            (0.874, 2),
-            (0.999, 3),
-        ];
+        let cases = [(0.0, 0), (0.124, 0), (0.126, 1), (0.624, 1), (0.626, 2), (0.874, 2), (0.999, 3)];
         for (u, expected) in cases {
             assert_eq!(sample(&logits, 1.0, 0, 1.0, u), expected, "u = {u}");
         }

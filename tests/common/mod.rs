@@ -103,14 +103,8 @@ pub enum Routing {
 }
 
 impl Routing {
-    pub const ALL: [Self; 6] = [
-        Self::Identical,
-        Self::Distinct,
-        Self::Uniform,
-        Self::Zipf(1.5),
-        Self::Skewed,
-        Self::EmptyExpert,
-    ];
+    pub const ALL: [Self; 6] =
+        [Self::Identical, Self::Distinct, Self::Uniform, Self::Zipf(1.5), Self::Skewed, Self::EmptyExpert];
 
     /// `topk_ids`: `[T, A]`; A <= E, and A < E for `EmptyExpert`.
     pub fn ids(self, tokens: usize, top_k: usize, experts: usize, rng: &mut Rng) -> Vec<i32> {
@@ -164,14 +158,8 @@ pub enum AdapterMix {
 }
 
 impl AdapterMix {
-    pub const ALL: [Self; 6] = [
-        Self::None,
-        Self::Identical,
-        Self::Distinct,
-        Self::Uniform,
-        Self::Zipf(1.5),
-        Self::Skewed,
-    ];
+    pub const ALL: [Self; 6] =
+        [Self::None, Self::Identical, Self::Distinct, Self::Uniform, Self::Zipf(1.5), Self::Skewed];
 
     /// `token_lora_mapping`: `[T]`.
     pub fn mapping(self, tokens: usize, slots: usize, rng: &mut Rng) -> Vec<i32> {
@@ -199,11 +187,5 @@ pub fn each_case<C: std::fmt::Debug>(cases: &[C], check: impl Fn(&C) -> Result<(
             failures.push(format!("{case:?}: {why}"));
         }
     }
-    assert!(
-        failures.is_empty(),
-        "{} of {} cases failed\n{}",
-        failures.len(),
-        cases.len(),
-        failures.join("\n")
-    );
+    assert!(failures.is_empty(), "{} of {} cases failed\n{}", failures.len(), cases.len(), failures.join("\n"));
 }

@@ -1,0 +1,137 @@
+//! The whole decoder against logits and greedy tokens of transformers and PEFT, alone and in a mixed batch.
+
+mod common;
+#[path = "common/device.rs"]
+mod device;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use safetensors::SafeTensors;
+use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, Event, Gpu, Model, Request};
+
+const FOLDER: &str = "tests/data/tiny/qwen3_moe";
+const CASES: [&str; 11] = [
+    "base",
+    "all_linear",
+    "attn_only",
+    "down_only",
+    "experts2d",
+    "experts2d_down_only",
+    "experts2d_rslora",
+    "experts2d_some",
+    "experts3d",
+    "gate_up_only",
+    "layer_subset",
+];
+/// Where the reference's best two logits are closer than this, either token is right.
+const NEAR_TIE: f32 = 2e-3;
+
+/// A request's logits `[tokens, vocab]` and answer.
+type Answer = (Vec<f32>, Vec<u32>);
+
+fn engine(gpu: &Gpu) -> Engine {
+    let checkpoint = Checkpoint::open(Path::new(FOLDER)).unwrap();
+    let model = Model::load(gpu, &checkpoint, &mut |_, _| {}).unwrap();
+    let mut engine = Engine::new(gpu, model, EngineOptions { adapter_slots: 4, ..EngineOptions::default() }).unwrap();
+    for case in &CASES[1..] {
+        let adapter = Adapter::open(&Path::new(FOLDER).join("adapters").join(case), engine.config()).unwrap();
+        engine.load_adapter(case, &adapter).unwrap();
+    }
+    engine
+}
+
+/// Runs all requests in one batch.
+fn run(engine: &mut Engine, requests: &[(&str, Vec<u32>, usize)]) -> Vec<Answer> {
+    let ids: Vec<_> = requests
+        .iter()
+        .map(|(case, prompt, max_tokens)| {
+            let adapter = engine.adapter(case);
+            let request = Request { prompt: prompt.clone(), adapter, max_tokens: *max_tokens, logits: true, ..Request::default() };
+            engine.submit(request).unwrap()
+        })
+        .collect();
+    let mut answers: BTreeMap<_, Answer> = ids.iter().map(|id| (*id, Answer::default())).collect();
+    while !engine.is_idle() {
+        engine.begin_step().unwrap();
+        for event in engine.wait().unwrap() {
+            match event {
+                Event::Logits { sequence, rows, .. } => answers.get_mut(&sequence).unwrap().0.extend(rows),
+                Event::Token { sequence, id } => answers.get_mut(&sequence).unwrap().1.push(id),
+                Event::Finished { .. } => {}
+                Event::Failed { error, .. } => panic!("{error}"),
+            }
+        }
+    }
+    ids.iter().map(|id| answers.remove(id).unwrap()).collect()
+}
+
+fn floats(file: &SafeTensors<'_>, name: &str) -> Option<Vec<f32>> {
+    Some(bytemuck::pod_collect_to_vec(file.tensor(name).ok()?.data()))
+}
+
+fn tokens(file: &SafeTensors<'_>, name: &str) -> Option<Vec<u32>> {
+    Some(bytemuck::pod_collect_to_vec(file.tensor(name).ok()?.data()))
+}
+
+fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| if (a - b).is_nan() { f32::INFINITY } else { (a - b).abs() }).fold(0.0, f32::max)
+}
+
+/// Greedy answers agree up to the first near-tie, which sends the rest another way. The logits of the path are read by
+/// scoring the reference's own answer.
+fn check_greedy(engine: &mut Engine, case: &str, prompt: &[u32], expected: &[u32], got: &[u32]) -> Result<(), String> {
+    let Some(at) = expected.iter().zip(got).position(|(e, g)| e != g) else { return Ok(()) };
+    let mut path = prompt.to_vec();
+    path.extend(&expected[..at]);
+    let (logits, _) = run(engine, &[(case, path.clone(), 0)]).remove(0);
+    let row = &logits[(path.len() - 1) * 256..];
+    let gap = (row[expected[at] as usize] - row[got[at] as usize]).abs();
+    if gap < NEAR_TIE { Ok(()) } else { Err(format!("token {at}: expected {}, got {}, gap {gap}", expected[at], got[at])) }
+}
+
+#[test]
+fn logits_and_greedy_tokens_match_both_references_alone_and_mixed() {
+    for gpu in device::every_tier() {
+        let mut engine = engine(&gpu);
+        let mut failures = Vec::new();
+        for version in ["v4", "v5"] {
+            let bytes = std::fs::read(format!("{FOLDER}/reference_{version}.safetensors")).unwrap();
+            let file = SafeTensors::deserialize(&bytes).unwrap();
+            let prompts: Vec<Vec<u32>> = (0..3).map(|i| tokens(&file, &format!("input_ids.{i}")).unwrap()).collect();
+            let present: Vec<&str> =
+                CASES.into_iter().filter(|c| file.tensor(&format!("{c}.logits.0")).is_ok()).collect();
+            assert!(present.len() >= 6, "{version}: {present:?}");
+            let requests: Vec<(&str, Vec<u32>, usize)> = present
+                .iter()
+                .flat_map(|case| prompts.iter().enumerate().map(|(i, p)| (*case, p.clone(), if i == 0 { 12 } else { 0 })))
+                .collect();
+            let mixed = run(&mut engine, &requests);
+            for ((case, prompt, max_tokens), (mixed_logits, mixed_answer)) in requests.iter().zip(&mixed) {
+                let (logits, answer) = run(&mut engine, &[(case, prompt.clone(), *max_tokens)]).remove(0);
+                let i = prompts.iter().position(|p| p == prompt).unwrap();
+                let what = format!("{} {version} {case} prompt {i}", gpu.tier());
+                let expected = floats(&file, &format!("{case}.logits.{i}")).unwrap();
+                let off = largest_difference(&logits, &expected);
+                if off > common::TOL_LOGITS as f32 {
+                    failures.push(format!("{what}: logits differ by {off}"));
+                }
+                let off = largest_difference(&logits, mixed_logits);
+                if off > 1e-4 {
+                    failures.push(format!("{what}: alone and mixed differ by {off}"));
+                }
+                if *max_tokens > 0 {
+                    let greedy = tokens(&file, &format!("{case}.greedy.0")).unwrap();
+                    if let Err(e) = check_greedy(&mut engine, case, prompt, &greedy, &answer) {
+                        failures.push(format!("{what}: {e}"));
+                    }
+                    if *mixed_answer != answer {
+                        failures.push(format!("{what}: alone {answer:?}, mixed {mixed_answer:?}"));
+                    }
+                }
+            }
+        }
+        assert!(failures.is_empty(), "{}", failures.join("\n"));
+    }
+}
