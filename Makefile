@@ -2,7 +2,7 @@
 
 TARGET := $(if $(CARGO_TARGET_DIR),$(CARGO_TARGET_DIR),target)
 
-.PHONY: help demo demo-full test check devices bench
+.PHONY: help demo demo-full test check release devices bench
 
 help:
 	@echo 'make demo       six prompts, base and four adapters, thirty sequences in one batch'
@@ -12,18 +12,17 @@ help:
 	@echo 'make devices    the GPUs of this machine, with driver and limits'
 	@echo 'make bench      benchmarks of the kernels and of the demonstration model'
 
-demo: $(TARGET)/release/wgmoe.ready
+demo: release
 	@$(TARGET)/release/wgmoe demo --dir examples/demo
 
-demo-full: $(TARGET)/release/wgmoe.ready
+demo-full: release
 	@$(TARGET)/release/wgmoe demo --dir examples/demo --full --all-tiers
 
-bench: $(TARGET)/release/wgmoe.ready
+bench: release
 	cargo bench --locked
 
-# Not a file: the build and the search for a device run each time, and are quick when there is nothing to do.
-.PHONY: $(TARGET)/release/wgmoe.ready
-$(TARGET)/release/wgmoe.ready:
+# The program, and a device to run it on.
+release:
 	cargo build --release --locked --bin wgmoe
 	@sh scripts/setup-vulkan.sh $(TARGET)/release/wgmoe
 

@@ -56,9 +56,8 @@ impl ChatTemplate {
     pub fn open(dir: &Path) -> Result<Option<Self>> {
         let config_path = dir.join("tokenizer_config.json");
         let config: serde_json::Value = match read_text(&config_path, TEMPLATE_CAP)? {
-            Some(text) => serde_json::from_str(&text).map_err(|error| {
-                Error::new(ErrorKind::Config, format!("`{}`: {error}", config_path.display()))
-            })?,
+            Some(text) => serde_json::from_str(&text)
+                .map_err(|error| Error::new(ErrorKind::Config, format!("`{}`: {error}", config_path.display())))?,
             None => serde_json::Value::Null,
         };
         let template_path = dir.join("chat_template.jinja");
@@ -69,10 +68,8 @@ impl ChatTemplate {
                 None => return Ok(None),
             },
         };
-        let special_tokens = SPECIAL_TOKENS
-            .iter()
-            .filter_map(|name| Some((*name, special_token(&config[*name])?.to_owned())))
-            .collect();
+        let special_tokens =
+            SPECIAL_TOKENS.iter().filter_map(|name| Some((*name, special_token(&config[*name])?.to_owned()))).collect();
         Self::compile(path, source, special_tokens).map(Some)
     }
 
@@ -201,8 +198,18 @@ fn strftime_now(format: String) -> Result<String, minijinja::Error> {
 
 fn strftime(format: &str, seconds: u64) -> Result<String, minijinja::Error> {
     const MONTHS: [&str; 12] = [
-        "January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
-        "November", "December",
+        "January",
+        "February",
+        "March",
+        "April",
+        "May",
+        "June",
+        "July",
+        "August",
+        "September",
+        "October",
+        "November",
+        "December",
     ];
     let (year, month, day) = civil_date(seconds / 86_400);
     let name = MONTHS[month - 1];
@@ -251,10 +258,7 @@ mod tests {
     }
 
     fn render(source: &str) -> String {
-        let messages = [
-            Message { role: "system".into(), content: "Be <brief> & kind".into() },
-            Message::user("hi"),
-        ];
+        let messages = [Message { role: "system".into(), content: "Be <brief> & kind".into() }, Message::user("hi")];
         template(source).and_then(|template| template.render(&messages)).unwrap()
     }
 
@@ -274,8 +278,14 @@ mod tests {
             ("{{ messages[::-1][0].content }}", "hi"),
             ("{{ {'a': [1, '<ü>']} | tojson }}", "{\"a\": [1, \"<ü>\"]}"),
             ("{{ [1] | tojson(indent=2) }}", "[\n  1\n]"),
-            ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "2"),
-            ("{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}", "system"),
+            (
+                "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+                "2",
+            ),
+            (
+                "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+                "system",
+            ),
             ("{% macro shout(x) %}{{ x | upper }}{% endmacro %}{{ shout('a') }}", "A"),
             ("{%- if messages[0]['role'] == 'system' -%}\n  S\n{%- endif %}", "S"),
         ];

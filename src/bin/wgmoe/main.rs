@@ -19,7 +19,12 @@ use wgmoe::gpu::{Gpu, GpuOptions, Tier};
 
 /// Run mixture-of-experts models with a different LoRA adapter for each prompt of a batch, on any GPU.
 #[derive(Parser)]
-#[command(name = "wgmoe", version, propagate_version = true, arg_required_else_help = true, after_help = "\
+#[command(
+    name = "wgmoe",
+    version,
+    propagate_version = true,
+    arg_required_else_help = true,
+    after_help = "\
 A model is a Hugging Face folder (config.json, *.safetensors, and tokenizer.json where text is used);
 an adapter is a PEFT folder (adapter_config.json, adapter_model.safetensors).
 
@@ -29,7 +34,8 @@ Examples:
       --adapter shout --message 'mixture of experts'
 
 Answers go to stdout; progress, timing and errors go to stderr. Exit code 1 is a failure, 2 a mistake in
-the command line or in a request. WGMOE_LOG=info (or debug, trace) shows what happens inside.")]
+the command line or in a request. WGMOE_LOG=info (or debug, trace) shows what happens inside."
+)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -196,10 +196,7 @@ fn task(files: &Files, tensors: &SafeTensors, place: &str, name: &str) -> anyhow
     let (start_shape, starts) = integers(tensors, place, &format!("{name}.answer_start"))?;
     ensure!(shape.len() == 2, "{place}: tensor `{name}.ids`: expected [rows, width], got {shape:?}");
     let (n_rows, width) = (shape[0], shape[1]);
-    ensure!(
-        start_shape == [n_rows],
-        "{place}: tensor `{name}.answer_start`: expected [{n_rows}], got {start_shape:?}"
-    );
+    ensure!(start_shape == [n_rows], "{place}: tensor `{name}.answer_start`: expected [{n_rows}], got {start_shape:?}");
     ensure!(n_rows > 0 && width > 0, "{place}: tensor `{name}.ids`: no rows");
     let mut rows = Vec::new();
     for (index, (padded, start)) in ids.chunks_exact(width).zip(starts).enumerate() {
