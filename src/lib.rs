@@ -29,6 +29,8 @@ pub mod kernels;
 pub mod layer;
 pub mod model;
 pub mod engine;
+#[cfg(feature = "text")]
+pub mod text;
 
 pub mod reference;
 
