@@ -22,7 +22,9 @@ fn main() {
         let mut engine = engine(&gpu);
         let one = median(|| decode_one(&mut engine));
         let thirty = median(|| batch_of_thirty(&mut engine));
-        println!("{tier:>9}: one sequence {one:7.1} tokens/s decoded | thirty sequences {thirty:7.1} tokens/s, prompts included in the time");
+        println!(
+            "{tier:>9}: one sequence {one:7.1} tokens/s decoded | thirty sequences {thirty:7.1} tokens/s, prompts included in the time"
+        );
     }
 }
 
@@ -31,7 +33,8 @@ fn engine(gpu: &Gpu) -> Engine {
     let model = Model::load(gpu, &checkpoint, &mut |_, _| {}).expect("a model");
     let mut engine = Engine::new(gpu, model, EngineOptions::default()).expect("an engine");
     for name in ADAPTERS {
-        let adapter = Adapter::open(&Path::new(FOLDER).join("adapters").join(name), engine.config()).expect("an adapter");
+        let adapter =
+            Adapter::open(&Path::new(FOLDER).join("adapters").join(name), engine.config()).expect("an adapter");
         engine.load_adapter(name, &adapter).expect("a slot");
     }
     engine
@@ -62,7 +65,14 @@ fn decode_one(engine: &mut Engine) -> f64 {
 
 /// Tokens a second of the thirty answers, from submission to the last token.
 fn batch_of_thirty(engine: &mut Engine) -> f64 {
-    let prompts = ["mixture of experts", "hello world", "low rank adapters", "every gpu speaks wgsl", "quick brown fox", "minus one"];
+    let prompts = [
+        "mixture of experts",
+        "hello world",
+        "low rank adapters",
+        "every gpu speaks wgsl",
+        "quick brown fox",
+        "minus one",
+    ];
     let begin = Instant::now();
     for prompt in prompts {
         for adapter in [None].into_iter().chain(ADAPTERS.map(Some)) {
