@@ -136,7 +136,7 @@ fn help_teaches_every_command_with_an_example() {
 #[test]
 fn mistakes_in_the_command_line_exit_with_2() {
     let base = base();
-    let run = |more: &[&str]| [&["run", "--model", base.as_str()], more].concat();
+    let run = |more: &[&'static str]| [&["run", "--model", base.as_str()], more].concat();
     let cases: Vec<(Vec<&str>, &str)> = vec![
         (vec!["frobnicate"], "frobnicate"),
         (vec!["run", "--prompt", "a"], "--model"),
