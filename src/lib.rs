@@ -10,7 +10,7 @@
 //! 4. [`kernels`] are the stages, [`layer`] one mixture-of-experts layer made of them, [`model`] the decoder around it
 //! 5. [`engine`] runs sequences in a continuous batch; `text` turns tokens into text (feature `text`)
 //!
-//! [`reference`] holds the same stages on the CPU: the oracle of the tests.
+//! [`mod@reference`] holds the same stages on the CPU: the oracle of the tests.
 
 pub mod error;
 pub mod shape;
