@@ -149,7 +149,7 @@ impl Options {
             adapter: input.adapter.clone(),
             ids,
             max_tokens: input.max_tokens.min(room),
-            sampling: sampling.clone(),
+            sampling: *sampling,
             stop_ids: if self.ignore_eos { Vec::new() } else { files.config().stop_ids.clone() },
         })
     }

@@ -323,7 +323,7 @@ impl Session<'_> {
             prompt: job.ids.clone(),
             adapter: job.adapter.as_deref().map(|name| self.adapters[name]),
             max_tokens: job.max_tokens,
-            sampling: job.sampling.clone(),
+            sampling: job.sampling,
             stop_ids: job.stop_ids.clone(),
             logits,
         }

@@ -2,11 +2,16 @@
 
 use comfy_table::{ContentArrangement, Table, presets};
 
+/// Below this width a wrapped table is harder to read than one that the terminal folds.
+const NARROW: u16 = 60;
+
 /// An empty table with `header`; it wraps to the width of a terminal and is as wide as it needs elsewhere.
 pub fn table<T: ToString>(header: impl IntoIterator<Item = T>) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::UTF8_FULL_CONDENSED);
-    table.set_content_arrangement(ContentArrangement::Dynamic);
+    if table.width().is_some_and(|width| width >= NARROW) {
+        table.set_content_arrangement(ContentArrangement::Dynamic);
+    }
     table.set_header(header.into_iter().map(|cell| cell.to_string()).collect::<Vec<_>>());
     table
 }
