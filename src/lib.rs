@@ -12,6 +12,9 @@
 //!
 //! [`mod@reference`] holds the same stages on the CPU: the oracle of the tests.
 
+// The library logs through `log` and prints nothing.
+#![warn(clippy::print_stdout, clippy::print_stderr)]
+
 pub mod error;
 pub mod shape;
 pub mod dtype;

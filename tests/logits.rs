@@ -126,7 +126,7 @@ fn logits_and_greedy_tokens_match_both_references_alone_and_mixed() {
                 let what = format!("{} {version} {case} prompt {i}", gpu.tier());
                 let expected = floats(&file, &format!("{case}.logits.{i}")).unwrap();
                 let off = largest_difference(&logits, &expected);
-                if off > common::TOL_LOGITS as f32 {
+                if off > common::TOL_LOGITS {
                     failures.push(format!("{what}: logits differ by {off}"));
                 }
                 let off = largest_difference(&logits, mixed_logits);

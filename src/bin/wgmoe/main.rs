@@ -1,5 +1,4 @@
 //! The command line: one file a command, and four small ones that commands share.
-#![allow(clippy::print_stdout, clippy::print_stderr, reason = "answers go to stdout, errors to stderr")]
 
 mod demo;
 mod devices;
