@@ -47,13 +47,7 @@ fn run(engine: &mut Engine, requests: &[(&str, Vec<u32>, usize)]) -> Vec<Answer>
         .iter()
         .map(|(case, prompt, max_tokens)| {
             let adapter = engine.adapter(case);
-            let request = Request {
-                prompt: prompt.clone(),
-                adapter,
-                max_tokens: *max_tokens,
-                logits: true,
-                ..Request::default()
-            };
+            let request = Request { prompt: prompt.clone(), adapter, max_tokens: *max_tokens, logits: true, ..Request::default() };
             engine.submit(request).unwrap()
         })
         .collect();
@@ -94,11 +88,7 @@ fn check_greedy(engine: &mut Engine, case: &str, prompt: &[u32], expected: &[u32
     let (logits, _) = run(engine, &[(case, path.clone(), 0)]).remove(0);
     let row = &logits[(path.len() - 1) * 256..];
     let gap = (row[expected[at] as usize] - row[got[at] as usize]).abs();
-    if gap < NEAR_TIE {
-        Ok(())
-    } else {
-        Err(format!("token {at}: expected {}, got {}, gap {gap}", expected[at], got[at]))
-    }
+    if gap < NEAR_TIE { Ok(()) } else { Err(format!("token {at}: expected {}, got {}, gap {gap}", expected[at], got[at])) }
 }
 
 #[test]
@@ -115,9 +105,7 @@ fn logits_and_greedy_tokens_match_both_references_alone_and_mixed() {
             assert!(present.len() >= 6, "{version}: {present:?}");
             let requests: Vec<(&str, Vec<u32>, usize)> = present
                 .iter()
-                .flat_map(|case| {
-                    prompts.iter().enumerate().map(|(i, p)| (*case, p.clone(), if i == 0 { 12 } else { 0 }))
-                })
+                .flat_map(|case| prompts.iter().enumerate().map(|(i, p)| (*case, p.clone(), if i == 0 { 12 } else { 0 })))
                 .collect();
             let mixed = run(&mut engine, &requests);
             for ((case, prompt, max_tokens), (mixed_logits, mixed_answer)) in requests.iter().zip(&mixed) {
