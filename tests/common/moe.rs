@@ -40,6 +40,9 @@ const SCRATCH: [&str; 13] = [
 ];
 const SCRATCH_WORDS: usize = 1 << 15;
 
+/// Site, global expert, scale, A and B of one factor.
+type Decoded = (Site, usize, f32, Vec<f32>, Vec<f32>);
+
 /// One layer, twice.
 pub struct Twin {
     pub device: MoeLayer,
@@ -100,7 +103,7 @@ impl Twin {
             down_bias: None,
         };
         let owned = self.placement.owned();
-        let decoded: Vec<Vec<(Site, usize, f32, Vec<f32>, Vec<f32>)>> = adapters
+        let decoded: Vec<Vec<Decoded>> = adapters
             .iter()
             .map(|adapter| {
                 let factors = adapter.iter().flat_map(|a| &a.factors);
