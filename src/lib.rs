@@ -8,9 +8,12 @@
 //! 2. [`plan`] decides variants and cuts; [`gpu`] opens the device; [`upload`] moves weights there
 //! 3. [`adapter`] reads PEFT folders and keeps their factors on the device
 //! 4. [`kernels`] are the stages, [`layer`] one mixture-of-experts layer made of them, [`model`] the decoder around it
-//! 5. [`engine`] runs sequences in a continuous batch; [`text`](crate::engine) turns tokens into text (feature `text`)
+//! 5. [`engine`] runs sequences in a continuous batch; `text` turns tokens into text (feature `text`)
 //!
-//! [`reference`] holds the same stages on the CPU: the oracle of the tests.
+//! [`mod@reference`] holds the same stages on the CPU: the oracle of the tests.
+
+// The library logs through `log` and prints nothing.
+#![warn(clippy::print_stdout, clippy::print_stderr)]
 
 pub mod error;
 pub mod shape;
@@ -29,6 +32,8 @@ pub mod kernels;
 pub mod layer;
 pub mod model;
 pub mod engine;
+#[cfg(feature = "text")]
+pub mod text;
 
 pub mod reference;
 
@@ -39,3 +44,8 @@ pub use error::{Error, ErrorKind, Result};
 pub use gpu::{Gpu, GpuInfo, GpuOptions, Tier};
 pub use layer::MoeLayer;
 pub use model::Model;
+
+/// Compiles the README's code.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

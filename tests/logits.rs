@@ -47,7 +47,13 @@ fn run(engine: &mut Engine, requests: &[(&str, Vec<u32>, usize)]) -> Vec<Answer>
         .iter()
         .map(|(case, prompt, max_tokens)| {
             let adapter = engine.adapter(case);
-            let request = Request { prompt: prompt.clone(), adapter, max_tokens: *max_tokens, logits: true, ..Request::default() };
+            let request = Request {
+                prompt: prompt.clone(),
+                adapter,
+                max_tokens: *max_tokens,
+                logits: true,
+                ..Request::default()
+            };
             engine.submit(request).unwrap()
         })
         .collect();
@@ -88,7 +94,11 @@ fn check_greedy(engine: &mut Engine, case: &str, prompt: &[u32], expected: &[u32
     let (logits, _) = run(engine, &[(case, path.clone(), 0)]).remove(0);
     let row = &logits[(path.len() - 1) * 256..];
     let gap = (row[expected[at] as usize] - row[got[at] as usize]).abs();
-    if gap < NEAR_TIE { Ok(()) } else { Err(format!("token {at}: expected {}, got {}, gap {gap}", expected[at], got[at])) }
+    if gap < NEAR_TIE {
+        Ok(())
+    } else {
+        Err(format!("token {at}: expected {}, got {}, gap {gap}", expected[at], got[at]))
+    }
 }
 
 #[test]
@@ -105,7 +115,9 @@ fn logits_and_greedy_tokens_match_both_references_alone_and_mixed() {
             assert!(present.len() >= 6, "{version}: {present:?}");
             let requests: Vec<(&str, Vec<u32>, usize)> = present
                 .iter()
-                .flat_map(|case| prompts.iter().enumerate().map(|(i, p)| (*case, p.clone(), if i == 0 { 12 } else { 0 })))
+                .flat_map(|case| {
+                    prompts.iter().enumerate().map(|(i, p)| (*case, p.clone(), if i == 0 { 12 } else { 0 }))
+                })
                 .collect();
             let mixed = run(&mut engine, &requests);
             for ((case, prompt, max_tokens), (mixed_logits, mixed_answer)) in requests.iter().zip(&mixed) {
@@ -114,7 +126,7 @@ fn logits_and_greedy_tokens_match_both_references_alone_and_mixed() {
                 let what = format!("{} {version} {case} prompt {i}", gpu.tier());
                 let expected = floats(&file, &format!("{case}.logits.{i}")).unwrap();
                 let off = largest_difference(&logits, &expected);
-                if off > common::TOL_LOGITS as f32 {
+                if off > common::TOL_LOGITS {
                     failures.push(format!("{what}: logits differ by {off}"));
                 }
                 let off = largest_difference(&logits, mixed_logits);

@@ -1,1 +1,151 @@
-fn main() {}
+//! The command line: one file a command, and four small ones that commands share.
+
+mod demo;
+mod devices;
+mod logits;
+mod perplexity;
+mod requests;
+mod run;
+mod score;
+mod session;
+mod table;
+
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use wgmoe::ErrorKind;
+use wgmoe::gpu::{Gpu, GpuOptions, Tier};
+
+/// Run mixture-of-experts models with a different LoRA adapter for each prompt of a batch, on any GPU.
+#[derive(Parser)]
+#[command(
+    name = "wgmoe",
+    version,
+    propagate_version = true,
+    arg_required_else_help = true,
+    after_help = "\
+A model is a Hugging Face folder (config.json, *.safetensors, and tokenizer.json where text is used);
+an adapter is a PEFT folder (adapter_config.json, adapter_model.safetensors).
+
+Examples:
+  wgmoe devices
+  wgmoe run --model examples/demo/base --lora shout=examples/demo/adapters/shout \\
+      --adapter shout --message 'mixture of experts'
+
+Answers go to stdout; progress, timing and errors go to stderr. Exit code 1 is a failure, 2 a mistake in
+the command line or in a request. WGMOE_LOG=info (or debug, trace) shows what happens inside."
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Devices(devices::Options),
+    Run(run::Options),
+    Score(score::Options),
+    Perplexity(perplexity::Options),
+    Demo(demo::Options),
+}
+
+/// Where to run.
+#[derive(Args)]
+#[command(next_help_heading = "Device")]
+struct Device {
+    /// GPU to use, by index or by a part of its name, as `wgmoe devices` shows them [default: the first]
+    #[arg(long, value_name = "INDEX|NAME")]
+    device: Option<String>,
+    /// Kernel tier; `auto` takes the best one that the device can run
+    #[arg(long, value_enum, default_value_t = TierChoice::Auto, value_name = "TIER")]
+    tier: TierChoice,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum TierChoice {
+    Auto,
+    Baseline,
+    Subgroup,
+    Matrix,
+}
+
+/// How answers are written.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Format {
+    /// For people
+    Table,
+    /// For programs
+    Json,
+}
+
+impl Device {
+    /// The tier asked for, `None` for the best; a tier that does not exist yet is a usage error.
+    fn tier(&self) -> anyhow::Result<Option<Tier>> {
+        match self.tier {
+            TierChoice::Auto => Ok(None),
+            TierChoice::Baseline => Ok(Some(Tier::Baseline)),
+            TierChoice::Subgroup => Ok(Some(Tier::Subgroup)),
+            TierChoice::Matrix => Err(usage("tier matrix: not available")),
+        }
+    }
+
+    /// Opens the device; a `--device` that matches none is a usage error that lists what there is.
+    fn open(&self) -> anyhow::Result<Gpu> {
+        self.open_tier(self.tier()?)
+    }
+
+    fn open_tier(&self, tier: Option<Tier>) -> anyhow::Result<Gpu> {
+        let options = GpuOptions { device: self.device.clone(), tier };
+        Gpu::new(&options).map_err(|error| match &self.device {
+            Some(wanted) => {
+                let all = Gpu::list();
+                if all.is_empty() || all.iter().any(|info| devices::matches(info, wanted)) {
+                    return error.into();
+                }
+                let names: Vec<_> = all.iter().map(|info| format!("{} ({})", info.index, info.name)).collect();
+                usage(format!("--device `{wanted}`: no such device; there are {}", names.join(", ")))
+            }
+            None => error.into(),
+        })
+    }
+}
+
+/// A mistake of the caller: exit code 2.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Usage(String);
+
+/// A mistake of the caller, in words that name the option, the file or the line.
+fn usage(message: impl Into<String>) -> anyhow::Error {
+    Usage(message.into()).into()
+}
+
+fn main() -> ExitCode {
+    env_logger::Builder::from_env(env_logger::Env::new().filter_or("WGMOE_LOG", "warn")).init();
+    let result = match Cli::parse().command {
+        Command::Devices(options) => devices::run(&options),
+        Command::Run(options) => run::run(&options),
+        Command::Score(options) => score::run(&options),
+        Command::Perplexity(options) => perplexity::run(&options),
+        Command::Demo(options) => demo::run(&options),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::from(exit_code(&error))
+        }
+    }
+}
+
+/// 2 where the command line or a request is at fault, 1 for everything else.
+fn exit_code(error: &anyhow::Error) -> u8 {
+    let request = error.downcast_ref::<wgmoe::Error>().is_some_and(|error| error.kind() == ErrorKind::Request);
+    if request || error.downcast_ref::<Usage>().is_some() { 2 } else { 1 }
+}
+
+/// The reader of stdout has gone (`| head`): nothing is left to say.
+fn is_closed_pipe(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<std::io::Error>().is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
+}

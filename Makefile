@@ -1,0 +1,46 @@
+# `make demo` shows the main job, `make test` passes the tests. Both set up what they need.
+
+TARGET := $(if $(CARGO_TARGET_DIR),$(CARGO_TARGET_DIR),target)
+
+# Mesa's device-select layer asks for a display and complains where there is none; we order devices ourselves.
+export NODEVICE_SELECT := 1
+
+.PHONY: help demo demo-full test check release devices bench
+
+help:
+	@echo 'make demo       six prompts, base and four adapters, thirty sequences in one batch'
+	@echo 'make demo-full  the same on every tier, all 640 answers, and 25 perplexities against the references'
+	@echo 'make test       formatting, lints, tests, doc tests, documentation, build without the command line'
+	@echo 'make check      the part of make test that needs no GPU and runs nothing'
+	@echo 'make devices    the GPUs of this machine, with driver and limits'
+	@echo 'make bench      benchmarks of the kernels and of the demonstration model'
+
+demo: release
+	@$(TARGET)/release/wgmoe demo --dir examples/demo
+
+demo-full: release
+	@$(TARGET)/release/wgmoe demo --dir examples/demo --full --all-tiers
+
+bench: release
+	cargo bench --locked
+
+# The program, and a device to run it on.
+release:
+	cargo build --release --locked --bin wgmoe
+	@sh scripts/setup-vulkan.sh $(TARGET)/release/wgmoe
+
+# The tests' own build of the program, so that the dependencies are not compiled once more in another profile.
+devices:
+	cargo test --locked --no-run
+	@sh scripts/setup-vulkan.sh $(TARGET)/debug/wgmoe
+	@$(TARGET)/debug/wgmoe devices
+
+check:
+	cargo fmt --check
+	cargo clippy --locked --all-targets -- -D warnings
+	cargo check --locked --no-default-features
+
+test: devices check
+	cargo test --locked --lib --bins --tests
+	cargo test --locked --doc
+	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps

@@ -1,0 +1,94 @@
+//! `wgmoe devices`: what can be run on.
+
+use std::io::Write;
+
+use clap::Args;
+use wgmoe::gpu::{Gpu, GpuInfo};
+
+use crate::table::{bytes, table};
+use crate::{Device, Format};
+
+/// List the GPUs with their drivers, the tiers they can run and the limits that matter
+#[derive(Args)]
+#[command(after_help = "\
+`--device` and `--tier` show only the devices that they would accept.
+
+Examples:
+  wgmoe devices
+  wgmoe devices --format json | jq -r '.[].name'")]
+pub struct Options {
+    #[command(flatten)]
+    device: Device,
+    /// A table, or one JSON array
+    #[arg(long, value_enum, default_value_t = Format::Table, value_name = "FORMAT")]
+    format: Format,
+}
+
+pub fn run(options: &Options) -> anyhow::Result<()> {
+    let tier = options.device.tier()?;
+    let all = Gpu::list();
+    let shown: Vec<&GpuInfo> = all
+        .iter()
+        .filter(|info| options.device.device.as_ref().is_none_or(|wanted| matches(info, wanted)))
+        .filter(|info| tier.is_none_or(|tier| info.tiers.contains(&tier)))
+        .collect();
+    let mut out = std::io::stdout().lock();
+    match options.format {
+        Format::Json => writeln!(out, "{}", serde_json::to_string_pretty(&shown)?)?,
+        Format::Table if shown.is_empty() => {}
+        Format::Table => writeln!(out, "{}", listing(&shown))?,
+    }
+    match (all.is_empty(), shown.is_empty(), &options.device.device) {
+        (true, ..) => anyhow::bail!(
+            "no GPU found; on Debian `apt-get install libvulkan1 mesa-vulkan-drivers` brings the Vulkan loader and a software device"
+        ),
+        (_, true, Some(wanted)) if !all.iter().any(|info| matches(info, wanted)) => {
+            Err(crate::usage(format!("--device `{wanted}`: no such device")))
+        }
+        (_, true, _) => anyhow::bail!("no device can run that tier"),
+        _ => Ok(()),
+    }
+}
+
+/// Whether `wanted` (an index, or a part of the name in any case) means this device.
+pub fn matches(info: &GpuInfo, wanted: &str) -> bool {
+    match wanted.parse::<usize>() {
+        Ok(index) => info.index == index,
+        Err(_) => info.name.to_lowercase().contains(&wanted.to_lowercase()),
+    }
+}
+
+/// The driver with its version, as far as the system tells.
+pub fn driver(info: &GpuInfo) -> String {
+    format!("{} {}", info.driver, info.driver_info).trim().to_owned()
+}
+
+fn listing(devices: &[&GpuInfo]) -> comfy_table::Table {
+    let mut table = table(["#", "name", "backend", "type", "driver", "tiers", "limits"]);
+    for info in devices {
+        let tiers: Vec<_> = info.tiers.iter().map(ToString::to_string).collect();
+        let limits = format!(
+            "binding {}, buffer {}\nworkgroup {}, {} invocations\n{} storage buffers, subgroups {}-{}{}",
+            bytes(info.max_binding_bytes),
+            bytes(info.max_buffer_bytes),
+            bytes(info.max_workgroup_bytes.into()),
+            info.max_invocations,
+            info.max_storage_buffers,
+            info.subgroup_sizes.0,
+            info.subgroup_sizes.1,
+            if info.shader_f16 { ", f16" } else { "" },
+        );
+        let kind = if info.software { format!("{} (software)", info.device_type) } else { info.device_type.clone() };
+        let row = [
+            info.index.to_string(),
+            info.name.clone(),
+            info.backend.clone(),
+            kind,
+            driver(info),
+            tiers.join(" "),
+            limits,
+        ];
+        table.add_row(row);
+    }
+    table
+}

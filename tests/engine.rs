@@ -1,0 +1,277 @@
+//! The engine: sequences join, leave and are cancelled between steps, and none of it changes anybody's numbers.
+
+#[path = "common/device.rs"]
+mod device;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use wgmoe::engine::SequenceId;
+use wgmoe::{
+    Adapter, Checkpoint, Engine, EngineOptions, ErrorKind, Event, FinishReason, Gpu, Model, Request, Sampling,
+};
+
+const FOLDER: &str = "examples/demo";
+const ADAPTERS: [&str; 4] = ["shout", "mirror", "piglatin", "rot13"];
+
+fn engine(gpu: &Gpu, options: EngineOptions) -> Engine {
+    let checkpoint = Checkpoint::open(&Path::new(FOLDER).join("base")).unwrap();
+    let model = Model::load(gpu, &checkpoint, &mut |_, _| {}).unwrap();
+    Engine::new(gpu, model, options).unwrap()
+}
+
+fn adapter(engine: &Engine, name: &str) -> Adapter {
+    Adapter::open(&Path::new(FOLDER).join("adapters").join(name), engine.config()).unwrap()
+}
+
+fn with_adapters(gpu: &Gpu, options: EngineOptions) -> Engine {
+    let mut engine = engine(gpu, options);
+    for name in ADAPTERS {
+        let adapter = adapter(&engine, name);
+        engine.load_adapter(name, &adapter).unwrap();
+    }
+    engine
+}
+
+/// The demonstration tokenizer: printable bytes from 2 on, then space and newline in the byte alphabet.
+fn ids(text: &str) -> Vec<u32> {
+    let id = |b: u8| match b {
+        b' ' => 222,
+        b'\n' => 200,
+        b => u32::from(b) - 31,
+    };
+    text.bytes().map(id).chain([200]).collect()
+}
+
+fn text(tokens: &[u32]) -> String {
+    let byte = |t: &u32| match t {
+        0 => '.',
+        222 => ' ',
+        t => char::from_u32(t + 31).unwrap_or('?'),
+    };
+    tokens.iter().map(byte).collect()
+}
+
+fn greedy(engine: &Engine, adapter: Option<&str>, prompt: &str) -> Request {
+    Request {
+        prompt: ids(prompt),
+        adapter: adapter.map(|name| engine.adapter(name).unwrap()),
+        max_tokens: 64,
+        stop_ids: vec![0],
+        ..Request::default()
+    }
+}
+
+#[derive(Default)]
+struct Outcome {
+    tokens: BTreeMap<SequenceId, Vec<u32>>,
+    ends: BTreeMap<SequenceId, FinishReason>,
+}
+
+impl Outcome {
+    fn take(&mut self, events: Vec<Event>) {
+        for event in events {
+            match event {
+                Event::Token { sequence, id } => {
+                    assert!(!self.ends.contains_key(&sequence), "a token after the end");
+                    self.tokens.entry(sequence).or_default().push(id);
+                }
+                Event::Finished { sequence, reason } => {
+                    assert!(self.ends.insert(sequence, reason).is_none(), "two ends")
+                }
+                Event::Failed { error, .. } => panic!("{error}"),
+                Event::Logits { .. } => {}
+            }
+        }
+    }
+}
+
+fn drain(engine: &mut Engine, outcome: &mut Outcome) {
+    while !engine.is_idle() {
+        while engine.begin_step().unwrap() {}
+        outcome.take(engine.wait().unwrap());
+    }
+}
+
+fn answer(engine: &mut Engine, request: Request) -> Vec<u32> {
+    let id = engine.submit(request).unwrap();
+    let mut outcome = Outcome::default();
+    drain(engine, &mut outcome);
+    outcome.tokens.remove(&id).unwrap_or_default()
+}
+
+#[test]
+fn more_adapters_than_slots_take_turns_and_answer_right() {
+    for gpu in device::every_tier() {
+        let mut engine = with_adapters(&gpu, EngineOptions { adapter_slots: 2, ..EngineOptions::default() });
+        let expected = ["HELLO WORLD.", "dlrow olleh.", "ellohay orldway.", "uryyb jbeyq."];
+        for _ in 0..2 {
+            let sent: Vec<SequenceId> = ADAPTERS
+                .iter()
+                .map(|name| {
+                    let request = greedy(&engine, Some(name), "hello world");
+                    engine.submit(request).unwrap()
+                })
+                .collect();
+            let base = greedy(&engine, None, "hello world");
+            let base = engine.submit(base).unwrap();
+            let mut outcome = Outcome::default();
+            drain(&mut engine, &mut outcome);
+            for (id, expected) in sent.iter().zip(expected) {
+                assert_eq!(text(&outcome.tokens[id]), expected, "{}", gpu.tier());
+                assert_eq!(outcome.ends[id], FinishReason::Stop);
+            }
+            assert_eq!(text(&outcome.tokens[&base]), "hello world.");
+        }
+    }
+}
+
+#[test]
+fn sequences_join_leave_and_are_cancelled_between_steps() {
+    for gpu in device::every_tier() {
+        let mut engine = with_adapters(&gpu, EngineOptions { max_sequences: 3, ..EngineOptions::default() });
+        let mut outcome = Outcome::default();
+        let first = engine.submit(greedy(&engine, Some("mirror"), "quick brown fox")).unwrap();
+        let doomed = engine.submit(greedy(&engine, None, "minus one")).unwrap();
+        let mut late = Vec::new();
+        for step in 0..12 {
+            engine.begin_step().unwrap();
+            outcome.take(engine.wait().unwrap());
+            if step == 4 {
+                engine.cancel(doomed);
+            }
+            if step % 3 == 0 {
+                late.push(engine.submit(greedy(&engine, Some("shout"), "minus one")).unwrap());
+            }
+        }
+        drain(&mut engine, &mut outcome);
+        assert_eq!(text(&outcome.tokens[&first]), "xof nworb kciuq.");
+        assert_eq!(outcome.ends[&doomed], FinishReason::Cancelled);
+        assert!(outcome.tokens[&doomed].len() < "minus one.".len());
+        for id in late {
+            assert_eq!(text(&outcome.tokens[&id]), "MINUS ONE.");
+        }
+    }
+}
+
+#[test]
+fn a_seed_gives_the_same_answer_alone_and_in_any_company() {
+    for gpu in device::every_tier() {
+        let mut engine = with_adapters(&gpu, EngineOptions::default());
+        let sampled = |engine: &Engine, seed| Request {
+            sampling: Sampling { temperature: 20.0, top_k: 100, top_p: 0.95, seed },
+            stop_ids: Vec::new(),
+            max_tokens: 12,
+            ..greedy(engine, Some("rot13"), "low rank adapters")
+        };
+        let request = sampled(&engine, 7);
+        let alone = answer(&mut engine, request);
+        let request = sampled(&engine, 8);
+        let other_seed = answer(&mut engine, request);
+        assert_ne!(alone, other_seed);
+        let mut outcome = Outcome::default();
+        for prompt in ["a", "every gpu speaks wgsl", "hello"] {
+            engine.submit(greedy(&engine, Some("piglatin"), prompt)).unwrap();
+        }
+        let id = engine.submit(sampled(&engine, 7)).unwrap();
+        drain(&mut engine, &mut outcome);
+        assert_eq!(outcome.tokens[&id], alone, "{}", gpu.tier());
+    }
+}
+
+#[test]
+fn a_long_prompt_is_read_in_parts_with_the_same_result() {
+    for gpu in device::every_tier() {
+        let whole = engine(&gpu, EngineOptions::default());
+        let parts = engine(&gpu, EngineOptions { max_sequences: 1, max_step_tokens: 7, ..EngineOptions::default() });
+        let answers: Vec<(Vec<f32>, Vec<u32>)> = [whole, parts]
+            .into_iter()
+            .map(|mut engine| {
+                let request = Request { logits: true, ..greedy(&engine, None, "every gpu speaks wgsl") };
+                engine.submit(request).unwrap();
+                let (mut logits, mut tokens) = (Vec::new(), Vec::new());
+                while !engine.is_idle() {
+                    engine.begin_step().unwrap();
+                    for event in engine.wait().unwrap() {
+                        match event {
+                            Event::Logits { position, rows, .. } => {
+                                assert_eq!(position, logits.len() / 258);
+                                logits.extend(rows);
+                            }
+                            Event::Token { id, .. } => tokens.push(id),
+                            _ => {}
+                        }
+                    }
+                }
+                (logits, tokens)
+            })
+            .collect();
+        assert_eq!(text(&answers[0].1), "every gpu speaks wgsl.");
+        assert_eq!(answers[0].1, answers[1].1);
+        assert_eq!(answers[0].0.len(), 22 * 258);
+        let off = answers[0].0.iter().zip(&answers[1].0).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(off < 1e-3, "{off}");
+    }
+}
+
+#[test]
+fn a_name_taken_by_another_adapter_leaves_running_sequences_alone() {
+    for gpu in device::every_tier().into_iter().take(1) {
+        let mut engine = engine(&gpu, EngineOptions { adapter_slots: 2, ..EngineOptions::default() });
+        let shout = adapter(&engine, "shout");
+        let mirror = adapter(&engine, "mirror");
+        let old = engine.load_adapter("it", &shout).unwrap();
+        let mut outcome = Outcome::default();
+        let first = engine.submit(greedy(&engine, Some("it"), "hello world")).unwrap();
+        engine.begin_step().unwrap();
+        let new = engine.load_adapter("it", &mirror).unwrap();
+        assert_ne!(old, new);
+        let second = engine.submit(greedy(&engine, Some("it"), "hello world")).unwrap();
+        drain(&mut engine, &mut outcome);
+        assert_eq!(text(&outcome.tokens[&first]), "HELLO WORLD.");
+        assert_eq!(text(&outcome.tokens[&second]), "dlrow olleh.");
+        let gone = Request { adapter: Some(old), ..greedy(&engine, None, "hello world") };
+        assert_eq!(engine.submit(gone).unwrap_err().kind(), ErrorKind::Adapter);
+        engine.unload_adapter(new).unwrap();
+        assert!(engine.adapter("it").is_none());
+        assert_eq!(engine.unload_adapter(new).unwrap_err().kind(), ErrorKind::Adapter);
+    }
+}
+
+#[test]
+fn a_full_cache_makes_sequences_wait_and_a_full_context_ends_them() {
+    for gpu in device::every_tier().into_iter().take(1) {
+        // Room for two sequences of two blocks, although eight may run.
+        let options = EngineOptions { max_sequences: 8, max_context: 32, ..EngineOptions::default() };
+        let mut engine = engine(&gpu, options);
+        assert_eq!(engine.max_context(), 32);
+        let mut outcome = Outcome::default();
+        let sent: Vec<SequenceId> = (0..10)
+            .map(|_| {
+                engine.submit(Request { stop_ids: Vec::new(), ..greedy(&engine, None, "quick brown fox") }).unwrap()
+            })
+            .collect();
+        drain(&mut engine, &mut outcome);
+        for id in sent {
+            assert_eq!(outcome.tokens[&id].len(), 32 - 16);
+            assert_eq!(outcome.ends[&id], FinishReason::Length);
+        }
+        for (request, word) in [
+            (Request::default(), "empty"),
+            (Request { prompt: vec![258], max_tokens: 1, ..Request::default() }, "258"),
+            (Request { prompt: vec![5; 32], max_tokens: 1, ..Request::default() }, "context"),
+            (
+                Request {
+                    prompt: vec![5],
+                    sampling: Sampling { top_p: 0.0, ..Sampling::default() },
+                    ..Request::default()
+                },
+                "top_p",
+            ),
+        ] {
+            let error = engine.submit(request).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Request);
+            assert!(error.to_string().contains(word), "{error}");
+        }
+    }
+}
