@@ -170,7 +170,7 @@ fn attention_over_shuffled_blocks_equals_the_oracle_for_every_head_width() {
             cases.push(Case { heads, kv_heads, head_dim, block_size });
         }
     }
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         each_case(&cases, |case| check(&gpu, case, &[17, 1, 5, 33, 2]));
     }
 }
@@ -178,7 +178,7 @@ fn attention_over_shuffled_blocks_equals_the_oracle_for_every_head_width() {
 #[test]
 fn attention_equals_the_oracle_for_every_length_around_a_round_of_lanes() {
     let case = Case { heads: 2, kv_heads: 1, head_dim: 16, block_size: 16 };
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         each_case(&[case.block_size], |_| check(&gpu, &case, &[70, 63, 64, 65, 66, 1, 2, 3, 4, 8, 9, 15, 16]));
     }
 }

@@ -150,7 +150,7 @@ fn every_selection_type_and_cut_equals_the_oracle() {
             }
         }
     }
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         each_case(&cases, |case| check(&gpu, case));
     }
 }
@@ -167,7 +167,7 @@ fn every_edge_shape_equals_the_oracle() {
             cases.push(Case { select, pairs: 11, row_div: 1, out, inner, dtype: DType::Bf16, ..CASE });
         }
     }
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         each_case(&cases, |case| check(&gpu, case));
     }
 }
@@ -176,14 +176,14 @@ fn every_edge_shape_equals_the_oracle() {
 fn more_workgroups_than_one_dimension_holds_are_folded() {
     let folded = Case { pairs: 66_001, row_div: 66_001, out: 4, inner: 8, ..CASE };
     let cases = [folded, Case { select: Select::Tiles(1), ..folded }];
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         each_case(&cases, |case| check(&gpu, case));
     }
 }
 
 #[test]
 fn any_shape_equals_the_oracle() {
-    let gpus = device::every_tier();
+    let gpus = device::every_variant();
     let select = prop_oneof![Just(Select::Dense), Just(Select::Pairs), Just(Select::Tiles(4)), Just(Select::Tiles(8))];
     let dtype = prop_oneof![Just(DType::F32), Just(DType::F16), Just(DType::Bf16)];
     let cut = prop_oneof![Just(Cut::Whole), Just(Cut::Experts), Just(Cut::Rows)];

@@ -193,7 +193,7 @@ fn adapters_of_any_rank_and_type_share_a_batch() {
         cases.push(of(vec![(64, DType::F16), (0, DType::F32), (1, DType::F16)]));
         cases.push(of(vec![(17, DType::F32)]));
     }
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         each_case(&cases, |case| check(&gpu, case));
     }
 }
@@ -211,7 +211,7 @@ fn projections_meet_their_own_factors_with_and_without_a_common_a() {
             }
         }
     }
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         each_case(&cases, |case| check(&gpu, case));
     }
 }
@@ -230,7 +230,7 @@ fn every_edge_shape_and_mix_equals_the_oracle() {
             cases.push(Case { tile, mix, ..case() });
         }
     }
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         each_case(&cases, |case| check(&gpu, case));
     }
 }

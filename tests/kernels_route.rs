@@ -68,7 +68,7 @@ fn check(gpu: &Gpu, logits: &[f32], bias: Option<&[f32]>, shape: [usize; 3], opt
 
 #[test]
 fn ids_are_exact_for_any_number_of_experts_and_places() {
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         let mut rng = Rng::new(5);
         for (experts, top_k) in
             [(3, 1), (3, 3), (8, 2), (16, 4), (63, 8), (64, 8), (65, 8), (128, 8), (257, 5), (300, 8)]
@@ -87,7 +87,7 @@ fn ids_are_exact_for_any_number_of_experts_and_places() {
 
 #[test]
 fn ties_go_to_the_lower_id_and_both_zeros_are_equal() {
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         let options = RouteOptions::default();
         let mut rng = Rng::new(6);
         // Few different values: almost every place is a tie.
@@ -112,7 +112,7 @@ fn rows_that_are_not_finite_give_defined_ids_weights_and_status() {
         [INF; 6],
         [-INF, -INF, -INF, -INF, 1.0, 2.0],
     ];
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         for score in [Score::Softmax, Score::Sigmoid] {
             for renormalise in [false, true] {
                 let options = RouteOptions { score, renormalise, ..RouteOptions::default() };
@@ -131,7 +131,7 @@ fn rows_that_are_not_finite_give_defined_ids_weights_and_status() {
 
 #[test]
 fn bias_and_groups_select_as_the_oracle_does() {
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         let mut rng = Rng::new(7);
         for score in [Score::Softmax, Score::Sigmoid] {
             for (groups, top_groups, group_score) in [

@@ -48,7 +48,7 @@ fn every_activation_equals_the_oracle_and_leaves_rows_without_expert_alone() {
             cases.push((kind, rows, width));
         }
     }
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         each_case(&cases, |(kind, rows, width)| {
             let columns = kind.input_columns(*width);
             let mut gate_up: Vec<f32> = Rng::new(31).floats(rows * columns).iter().map(|v| v * 10.0).collect();
@@ -79,7 +79,7 @@ fn every_activation_equals_the_oracle_and_leaves_rows_without_expert_alone() {
 #[test]
 fn activations_of_large_inputs_are_finite_and_right() {
     let values = [1e6, -1e6, 100.0, -100.0, 89.0, -89.0, 7.5, -7.5, 1e-20, -1e-20, 0.0, -0.0];
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         for kind in KINDS {
             for gate in values {
                 let (f, columns) = (12, kind.input_columns(12));
@@ -110,7 +110,7 @@ fn rows_of_pairs_without_expert_never_reach_an_output() {
             cases.push((tokens, top_k, hidden, accumulate));
         }
     }
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         each_case(&cases, |(tokens, top_k, hidden, accumulate)| {
             let (pairs, mut rng) = (tokens * top_k, Rng::new(32));
             let (mut y, mut w) = (rng.floats(pairs * hidden), rng.floats(pairs));
@@ -147,7 +147,7 @@ fn rows_of_pairs_without_expert_never_reach_an_output() {
 #[test]
 fn norm_equals_the_oracle_on_any_width_and_gathers_rows() {
     let cases = [(0, 8), (1, 4), (3, 28), (7, 32), (5, 256), (2, 260), (31, 36)];
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         each_case(&cases, |(rows, width)| {
             let mut rng = Rng::new(33);
             let mut x = rng.floats(40 * width);
@@ -189,7 +189,7 @@ fn embedding_takes_given_ids_and_sampled_ids_from_every_piece() {
             cases.push((dtype, rows, d, limit_rows));
         }
     }
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         each_case(&cases, |(dtype, rows, d, limit_rows)| {
             let (vocab, mut rng) = (23, Rng::new(34));
             let limit = (limit_rows * d * dtype.size()) as u64;

@@ -45,7 +45,7 @@ fn sample_on(gpu: &Gpu, logits: &[f32], vocab: usize, picks: &[Pick]) -> Vec<i32
 
 #[test]
 fn greedy_takes_the_largest_logit_and_the_lower_id_of_equals() {
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         let mut rng = Rng::new(51);
         for vocab in [1, 2, 63, 64, 65, 257] {
             // Few values, so that most rows have ties.
@@ -64,7 +64,7 @@ fn a_row_without_a_finite_logit_gives_minus_one_and_infinities_are_ordered() {
     const INF: f32 = f32::INFINITY;
     const NAN: f32 = f32::NAN;
     let rows = [[NAN; 4], [-INF; 4], [NAN, -INF, -3.0, NAN], [0.0, INF, f32::MAX, INF], [-0.0, 0.0, -1.0, NAN]];
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         for temperature in [0.0, 0.5] {
             for (top_k, top_p) in [(0, 1.0), (2, 1.0), (0, 0.5), (1, 0.0)] {
                 let picks: Vec<Pick> = (0..5).map(|i| Pick { temperature, top_k, top_p, ..pick(i, i) }).collect();
@@ -88,7 +88,7 @@ fn clear(row: &[f32], p: &Pick) -> Option<usize> {
 
 #[test]
 fn temperature_top_k_and_top_p_draw_as_the_oracle_does() {
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         let mut rng = Rng::new(52);
         let mut compared = 0;
         for vocab in [5, 64, 100, 300] {
@@ -116,7 +116,7 @@ fn temperature_top_k_and_top_p_draw_as_the_oracle_does() {
 #[test]
 fn equal_logits_at_a_threshold_all_stay() {
     let row = [1.0, 3.0, 2.0, 2.0, 2.0, 0.0];
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         for (top_k, top_p) in [(2, 1.0), (0, 0.6)] {
             let draw = |u: f32| {
                 let p = Pick { temperature: 1.0, top_k, top_p, u, ..pick(0, 0) };

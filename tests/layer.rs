@@ -81,7 +81,7 @@ fn a_layer_with_mixed_adapters_equals_the_oracle_wherever_its_experts_live() {
             }
         }
     }
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         each_case(&cases, |(placement, tokens, slots)| {
             for (dtype, residual) in [(DType::Bf16, true), (DType::F32, false)] {
                 let twin = Twin::new(&gpu, dtype, (*placement).clone());
@@ -101,7 +101,7 @@ fn a_layer_with_mixed_adapters_equals_the_oracle_wherever_its_experts_live() {
 
 #[test]
 fn partial_sums_of_all_ranks_add_up_to_the_whole_layer() {
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         let adapters = adapters();
         let held: Vec<Option<&Adapter>> = adapters.iter().map(Some).collect();
         let batch = batch(11, &[0, 1, -1, 2], false);
@@ -120,7 +120,7 @@ fn partial_sums_of_all_ranks_add_up_to_the_whole_layer() {
 
 #[test]
 fn an_adapter_of_the_router_changes_the_routing_of_its_tokens() {
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         for tokens in TOKENS {
             let mut twin = Twin::new(&gpu, DType::F32, Placement::linear(8, 1, 0).unwrap());
             let routing = adapter(74, 3, DType::F32, &[Site::Router], false);
@@ -146,7 +146,7 @@ fn an_adapter_of_the_router_changes_the_routing_of_its_tokens() {
 
 #[test]
 fn recordings_are_independent_until_one_submission_runs_them() {
-    for gpu in device::every_tier() {
+    for gpu in device::every_variant() {
         let twin = Twin::new(&gpu, DType::Bf16, Placement::linear(8, 1, 0).unwrap());
         let adapters = adapters();
         let held: Vec<Option<&Adapter>> = adapters.iter().map(Some).collect();
