@@ -277,6 +277,22 @@ impl Gpu {
         })
     }
 
+    /// The same device and queue with other decisions, which it must be able to run: so that tests meet the variants
+    /// of devices that are not at hand.
+    #[doc(hidden)]
+    pub fn with_capabilities(&self, capabilities: Capabilities) -> Self {
+        let inner = Inner {
+            device: self.device().clone(),
+            queue: self.queue().clone(),
+            info: self.info().clone(),
+            tier: capabilities.tier,
+            capabilities,
+            pipelines: Mutex::default(),
+            layouts: Mutex::default(),
+        };
+        Self { inner: Arc::new(inner) }
+    }
+
     /// The adapter behind this device.
     pub fn info(&self) -> &GpuInfo {
         &self.inner.info

@@ -20,6 +20,13 @@ const WORD: u64 = 16;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct AdapterId(pub(crate) u64);
 
+impl AdapterId {
+    /// The id of one load, for callers that drive an [`AdapterPool`] themselves; a number must never be used twice.
+    pub const fn new(number: u64) -> Self {
+        Self(number)
+    }
+}
+
 /// The factors of one layer: a buffer of 16-byte words, its free ranges, and the index.
 struct LayerPool {
     sites: LayerSites,

@@ -105,8 +105,21 @@ impl Aligned {
 }
 
 /// Pairs a chunk: small chunks cost less comparing, large ones less memory where there are many buckets.
+pub const CHUNKS: [u32; 2] = [64, 256];
+
 fn chunk(pairs: usize, buckets: usize) -> u32 {
-    if pairs.div_ceil(64) * (buckets + 1) <= 1 << 20 { 64 } else { 256 }
+    let [small, large] = CHUNKS;
+    if pairs.div_ceil(small as usize) * (buckets + 1) <= 1 << 20 { small } else { large }
+}
+
+/// The variables of count and scatter.
+pub fn by_chunk(chunk: u32) -> Vars {
+    vec![("chunk", chunk.into())]
+}
+
+/// The variables of the scan.
+pub fn scan_vars() -> Vars {
+    vec![("lanes", SCAN_LANES.into())]
 }
 
 impl Align<'_> {
@@ -151,12 +164,11 @@ impl Align<'_> {
         params.columns[..columns.len()].copy_from_slice(&columns);
         let bytes = bytemuck::bytes_of(&params);
         let buffers = [self.ids, &view, &work];
-        let by_chunk: Vars = vec![("chunk", chunk.into())];
         let stages: [(&'static Kernel, Vars, u32); 4] = [
-            (&ALIGN_COUNT, by_chunk.clone(), chunks as u32),
+            (&ALIGN_COUNT, by_chunk(chunk), chunks as u32),
             (&ALIGN_TOTAL, Vars::new(), (self.buckets + 1).div_ceil(64) as u32),
-            (&ALIGN_SCAN, vec![("lanes", SCAN_LANES.into())], 1),
-            (&ALIGN_SCATTER, by_chunk, self.pairs.div_ceil(64) as u32),
+            (&ALIGN_SCAN, scan_vars(), 1),
+            (&ALIGN_SCATTER, by_chunk(chunk), self.pairs.div_ceil(64) as u32),
         ];
         for (kernel, vars, groups) in stages {
             let pipeline = pipeline(rec.gpu(), kernel, vars)?;

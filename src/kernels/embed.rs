@@ -1,8 +1,9 @@
 //! Token ids to hidden rows.
 
+use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::expert_gemm::Weights;
-use crate::kernels::linker::{Kernel, pipeline};
+use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::params::params;
 use crate::kernels::{Recording, View, cover};
 
@@ -37,13 +38,18 @@ pub struct Embed<'a> {
     pub hidden: &'a View,
 }
 
+/// The variables for tables of one storage type.
+pub fn vars(dtype: DType) -> Vars {
+    vec![("dtype", dtype.name().into())]
+}
+
 impl Embed<'_> {
     /// Records the stage.
     ///
     /// # Errors
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        let pipeline = pipeline(rec.gpu(), &EMBED, vec![("dtype", self.table.dtype.name().into())])?;
+        let pipeline = pipeline(rec.gpu(), &EMBED, vars(self.table.dtype))?;
         let groups = self.table.in_dim / 8;
         for (piece, view) in &self.table.pieces {
             let params = EmbedParams {

@@ -6,6 +6,7 @@
 pub mod linker;
 pub mod params;
 pub mod recording;
+pub mod variants;
 
 pub mod route;
 pub mod localise;

@@ -1,5 +1,7 @@
 //! Devices for tests. A machine without one fails the tests, unless `WGMOE_TEST_NO_DEVICE=skip` is set.
+#![allow(dead_code, reason = "each test binary uses a part of it")]
 
+use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::{Gpu, GpuOptions};
 
 /// The test device once for each tier it offers (`WGMOE_TEST_DEVICE` picks another than the first).
@@ -15,4 +17,20 @@ pub fn every_tier() -> Vec<Gpu> {
     };
     let tiers = best.info().tiers.clone();
     tiers.into_iter().map(|tier| Gpu::new(&GpuOptions { device: device.clone(), tier: Some(tier) }).unwrap()).collect()
+}
+
+/// Every tier, and on each also the variants of a device with wide products and without a fixed subgroup size.
+pub fn every_variant() -> Vec<Gpu> {
+    let mut all = every_tier();
+    for i in 0..all.len() {
+        let own = all[i].capabilities();
+        let wide = if own.gemm_lanes == 64 { 16 } else { 64 };
+        all.push(all[i].with_capabilities(Capabilities {
+            row_lanes: 64,
+            one_subgroup: false,
+            gemm_lanes: wide,
+            ..own.clone()
+        }));
+    }
+    all
 }

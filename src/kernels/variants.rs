@@ -1,0 +1,74 @@
+//! Every shader variant that the crate can choose on a device: what the tests validate.
+
+use crate::activation::Activation;
+use crate::dtype::DType;
+use crate::kernels::linker::{Kernel, Vars};
+use crate::kernels::{
+    activation, align, attention, combine, embed, expert_gemm, localise, lora, norm, remap, rope, route, sample,
+};
+use crate::plan::capabilities::Capabilities;
+use crate::router::{GroupScore, RouteOptions, Score};
+
+/// Storage types of weights.
+const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
+/// Kinds of rows with their tile heights.
+const DENSE: [(&str, usize); 3] = [("dense", 1), ("dense", 4), ("dense", 8)];
+const PAIRS: [(&str, usize); 4] = [("pairs", 1), ("tiles", 1), ("tiles", 4), ("tiles", 8)];
+/// Widths of a head that give different attention variants.
+const HEAD_DIMS: [usize; 5] = [24, 32, 64, 128, 256];
+
+/// Every kernel with every set of variables that a device with `caps` can meet, each once. Attention has a variant for
+/// each width of a head; the widths of known models stand for all.
+pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
+    let mut all = routes(caps);
+    all.push((&localise::LOCALISE, Vars::new()));
+    all.push((&remap::REMAP, Vars::new()));
+    for chunk in align::CHUNKS {
+        all.push((&align::ALIGN_COUNT, align::by_chunk(chunk)));
+        all.push((&align::ALIGN_SCATTER, align::by_chunk(chunk)));
+    }
+    all.push((&align::ALIGN_TOTAL, Vars::new()));
+    all.push((&align::ALIGN_SCAN, align::scan_vars()));
+    for dtype in DTYPES {
+        for (rows, tile) in DENSE.into_iter().chain(PAIRS) {
+            all.push((&expert_gemm::EXPERT_GEMM, expert_gemm::vars(caps, dtype, rows, tile)));
+        }
+        all.push((&embed::EMBED, embed::vars(dtype)));
+    }
+    for (rows, tile) in PAIRS {
+        all.push((&lora::LORA_SHRINK, lora::vars(caps, rows, tile)));
+        all.push((&lora::LORA_EXPAND, lora::vars(caps, rows, tile)));
+    }
+    let clamped = Activation::SwigluClamped { alpha: 1.702, limit: 7.0 };
+    for kind in [Activation::Silu, Activation::Gelu, clamped, Activation::ReluSquared] {
+        for dense in [false, true] {
+            all.push((&activation::ACTIVATION, activation::vars(kind, dense)));
+        }
+    }
+    all.push((&combine::COMBINE, Vars::new()));
+    for gathered in [false, true] {
+        all.push((&norm::NORM, norm::vars(caps, gathered)));
+    }
+    all.push((&rope::ROPE, rope::vars(caps)));
+    for head_dim in HEAD_DIMS {
+        let variant = (&attention::ATTENTION, attention::vars(caps, head_dim));
+        if !all.contains(&variant) {
+            all.push(variant);
+        }
+    }
+    all.push((&sample::SAMPLE, sample::vars(caps)));
+    all
+}
+
+fn routes(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
+    let mut all: Vec<(&'static Kernel, Vars)> = Vec::new();
+    for score in [Score::Softmax, Score::Sigmoid] {
+        for (groups, group_score) in [(1, GroupScore::Max), (4, GroupScore::Max), (4, GroupScore::TopTwo)] {
+            for biased in [false, true] {
+                let options = RouteOptions { score, groups, group_score, ..RouteOptions::default() };
+                all.push((&route::ROUTE, route::vars(caps, &options, biased)));
+            }
+        }
+    }
+    all
+}

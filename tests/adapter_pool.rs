@@ -1,0 +1,129 @@
+//! Slots of the adapter pool come and go without a trace in anyone's output.
+
+mod common;
+#[path = "common/device.rs"]
+mod device;
+#[path = "common/gpu_run.rs"]
+mod gpu_run;
+#[path = "common/moe.rs"]
+mod moe;
+
+use common::{Rng, TOL_F32, rel_err};
+use moe::{Batch, SHAPE, Twin, adapter, forward, pin};
+use wgmoe::adapter::Site;
+use wgmoe::adapter::pool::AdapterId;
+use wgmoe::dtype::DType;
+use wgmoe::placement::Placement;
+use wgmoe::{Adapter, Gpu};
+
+const EXPERT_SITES: [Site; 3] = [Site::ExpertGate, Site::ExpertUp, Site::ExpertDown];
+/// Pairs one by one, and tiles.
+const TOKENS: [usize; 2] = [4, 40];
+
+fn twin(gpu: &Gpu) -> Twin {
+    Twin::new(gpu, DType::Bf16, Placement::linear(8, 1, 0).unwrap())
+}
+
+fn batch(mapping: Vec<i32>) -> Batch {
+    let x = Rng::new(91).floats(mapping.len() * SHAPE.hidden);
+    Batch { x, mapping, residual: None }
+}
+
+/// Bits of the outputs, so that nothing counts as near enough.
+fn bits(gpu: &Gpu, twin: &Twin, pool: Option<&wgmoe::adapter::pool::AdapterPool>, batch: &Batch) -> Vec<u32> {
+    let (out, status) = forward(gpu, &twin.device, pool, batch);
+    assert_eq!(status, 0);
+    assert!(out.iter().all(|v| v.is_finite()));
+    out.iter().map(|v| v.to_bits()).collect()
+}
+
+#[test]
+fn a_slot_reused_by_an_adapter_without_expert_factors_gives_base_outputs_exactly() {
+    for gpu in device::every_tier() {
+        for tokens in TOKENS {
+            let twin = twin(&gpu);
+            let mut pool = twin.pool(&gpu, 1);
+            let batch = batch(vec![0; tokens]);
+            let base = bits(&gpu, &twin, None, &batch);
+            let large =
+                adapter(75, 64, DType::F32, &[Site::Router, Site::ExpertGate, Site::ExpertUp, Site::ExpertDown], false);
+            assert_eq!(pin(&mut pool, 1, &large), Some(0));
+            assert_ne!(bits(&gpu, &twin, Some(&pool), &batch), base);
+            pool.unpin(0);
+            let attention_only = adapter(76, 2, DType::F32, &[Site::Q], false);
+            assert_eq!(pin(&mut pool, 2, &attention_only), Some(0));
+            assert_eq!(pool.max_rank(0), 2);
+            assert_eq!(bits(&gpu, &twin, Some(&pool), &batch), base);
+        }
+    }
+}
+
+#[test]
+fn a_slot_reused_by_a_smaller_adapter_has_nothing_of_the_larger() {
+    for gpu in device::every_tier() {
+        let twin = twin(&gpu);
+        for tokens in TOKENS {
+            let batch = batch(vec![0; tokens]);
+            let small = adapter(77, 3, DType::F16, &[Site::ExpertUp], false);
+            let mut fresh = twin.pool(&gpu, 1);
+            pin(&mut fresh, 1, &small);
+            let mut reused = twin.pool(&gpu, 1);
+            pin(&mut reused, 1, &adapter(78, 64, DType::F32, &EXPERT_SITES, true));
+            reused.unpin(0);
+            pin(&mut reused, 2, &small);
+            assert_eq!(bits(&gpu, &twin, Some(&reused), &batch), bits(&gpu, &twin, Some(&fresh), &batch));
+        }
+    }
+}
+
+#[test]
+fn an_unloaded_adapter_leaves_base_output_unchanged() {
+    for gpu in device::every_tier() {
+        let twin = twin(&gpu);
+        for tokens in TOKENS {
+            let mut pool = twin.pool(&gpu, 2);
+            let nobody = batch(vec![-1; tokens]);
+            let base = bits(&gpu, &twin, None, &nobody);
+            for number in 0..2 {
+                pin(&mut pool, number, &adapter(79 + number, 16, DType::Bf16, &EXPERT_SITES, false));
+            }
+            // Every second token has an adapter: the others do not notice.
+            let mixed = batch((0..tokens as i32).map(|t| if t % 2 == 0 { t / 2 % 2 } else { -1 }).collect());
+            let got = bits(&gpu, &twin, Some(&pool), &mixed);
+            for t in 0..tokens {
+                let row = t * SHAPE.hidden..(t + 1) * SHAPE.hidden;
+                assert_eq!(got[row.clone()] == base[row], t % 2 == 1, "token {t} of {tokens}");
+            }
+            pool.unpin(0);
+            pool.forget(AdapterId::new(0));
+            assert_eq!(pool.resident(AdapterId::new(0)), None);
+            assert_eq!(bits(&gpu, &twin, Some(&pool), &nobody), base);
+        }
+    }
+}
+
+#[test]
+fn pinned_adapters_stay_and_the_least_recently_used_goes() {
+    for gpu in device::every_tier() {
+        let twin = twin(&gpu);
+        let mut pool = twin.pool(&gpu, 2);
+        let [a, b, c] =
+            [(82, 2), (83, 16), (84, 64)].map(|(seed, rank)| adapter(seed, rank, DType::F16, &EXPERT_SITES, false));
+        assert_eq!((pin(&mut pool, 1, &a), pin(&mut pool, 2, &b)), (Some(0), Some(1)));
+        assert_eq!(pin(&mut pool, 3, &c), None);
+        pool.forget(AdapterId::new(1));
+        assert_eq!(pool.resident(AdapterId::new(1)), Some(0));
+        // Both free, b used last: a goes. The buffer grows, and b's factors move with it.
+        pool.unpin(1);
+        pool.unpin(0);
+        assert_eq!(pin(&mut pool, 2, &b), Some(1));
+        assert_eq!(pin(&mut pool, 3, &c), Some(0));
+        assert_eq!(pool.resident(AdapterId::new(1)), None);
+        let mixed = batch((0..20).map(|t| t % 3 - 1).collect());
+        let held: [Option<&Adapter>; 2] = [Some(&c), Some(&b)];
+        let expected = twin.expected(&mixed.x, &mixed.mapping, &held);
+        let (got, _) = forward(&gpu, &twin.device, Some(&pool), &mixed);
+        let off = rel_err(&got, &expected.out);
+        assert!(off <= TOL_F32, "off by {off}");
+    }
+}

@@ -1,0 +1,184 @@
+//! Rotary position, the paged cache and attention on the device against the oracle.
+
+mod common;
+#[path = "common/device.rs"]
+mod device;
+#[path = "common/gpu_run.rs"]
+mod gpu_run;
+
+use common::{Rng, TOL_F32, UNWRITTEN_F32, each_case, rel_err};
+use gpu_run::{Output, run, upload};
+use wgmoe::Gpu;
+use wgmoe::kernels::View;
+use wgmoe::kernels::attention::Attention;
+use wgmoe::kernels::rope::{AttentionShape, Rope, rotary_table};
+use wgmoe::reference;
+
+const THETA: f64 = 10_000.0;
+const EPS: f64 = 1e-6;
+
+/// What one sequence should have: q `[S, heads, head_dim]`, k and v `[S, kv_heads, head_dim]`, out as q.
+struct Sequence {
+    qkv: Vec<f32>,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    out: Vec<f32>,
+}
+
+fn sequence(rng: &mut Rng, s: &AttentionShape, length: usize, norms: &[f32]) -> Sequence {
+    let (d, h, kv) = (s.head_dim, s.heads, s.kv_heads);
+    let row = (h + 2 * kv) * d;
+    // Large enough that the softmax is far from flat.
+    let qkv: Vec<f32> = rng.floats(length * row).iter().map(|v| v * 3.0).collect();
+    let part = |begin: usize, n: usize| -> Vec<f32> {
+        (0..length).flat_map(|t| qkv[t * row + begin * d..][..n * d].to_vec()).collect()
+    };
+    let (mut q, mut k, v) = (part(0, h), part(h, kv), part(h + kv, kv));
+    let positions: Vec<u32> = (0..length as u32).collect();
+    let frequencies = reference::inverse_frequencies(THETA, d);
+    reference::rope(&mut q, Some(&norms[..d]), EPS, &positions, h, d, &frequencies);
+    reference::rope(&mut k, Some(&norms[d..]), EPS, &positions, kv, d, &frequencies);
+    let shape = reference::AttentionShape { heads: h, kv_heads: kv, head_dim: d, scale: 1.0 / (d as f32).sqrt() };
+    let mut out = vec![0.0; q.len()];
+    reference::attention(&q, &k, &v, 0, &shape, &mut out);
+    Sequence { qkv, q, k, v, out }
+}
+
+struct Cache {
+    k: Output<f32>,
+    v: Output<f32>,
+    norms: View,
+    table: View,
+    blocks: View,
+}
+
+/// Runs rope, then attention, on `rows` of (sequence, position); returns q and out.
+fn step(gpu: &Gpu, shape: AttentionShape, cache: &Cache, all: &[Sequence], rows: &[(usize, usize)]) -> [Vec<f32>; 2] {
+    let row = (shape.heads + 2 * shape.kv_heads) * shape.head_dim;
+    let qkv: Vec<f32> = rows.iter().flat_map(|(s, t)| all[*s].qkv[t * row..(t + 1) * row].to_vec()).collect();
+    let row_table: Vec<[i32; 4]> = rows.iter().map(|(s, t)| [0, *t as i32, *s as i32, -1]).collect();
+    let (qkv, row_table) = (upload(gpu, &qkv), upload(gpu, &row_table));
+    let n = rows.len() * shape.heads * shape.head_dim;
+    let (q, out) = (Output::new(gpu, n, UNWRITTEN_F32), Output::new(gpu, n, UNWRITTEN_F32));
+    run(gpu, |rec, pass| {
+        Rope {
+            rows: rows.len(),
+            shape,
+            eps: EPS,
+            qkv: &qkv,
+            norms: &cache.norms,
+            table: &cache.table,
+            row_table: &row_table,
+            blocks: &cache.blocks,
+            q: &q.view,
+            k_cache: &cache.k.view,
+            v_cache: &cache.v.view,
+        }
+        .record(rec, pass)?;
+        Attention {
+            rows: rows.len(),
+            shape,
+            q: &q.view,
+            k_cache: &cache.k.view,
+            v_cache: &cache.v.view,
+            row_table: &row_table,
+            blocks: &cache.blocks,
+            out: &out.view,
+        }
+        .record(rec, pass)
+    });
+    [q.read(gpu), out.read(gpu)]
+}
+
+fn close(what: &str, got: &[f32], expected: &[f32]) -> Result<(), String> {
+    let off = rel_err(got, expected);
+    if off > TOL_F32 { Err(format!("{what} is off by {off}")) } else { Ok(()) }
+}
+
+#[derive(Debug)]
+struct Case {
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    block_size: usize,
+}
+
+/// Sequences of every length up to `lengths`, prompts first and the last token of each in a step of its own.
+fn check(gpu: &Gpu, case: &Case, lengths: &[usize]) -> Result<(), String> {
+    let Case { heads, kv_heads, head_dim, block_size } = *case;
+    let mut rng = Rng::new(41);
+    let longest = *lengths.iter().max().unwrap();
+    let max_blocks = longest.div_ceil(block_size) + 1;
+    let shape = AttentionShape { heads, kv_heads, head_dim, block_size, max_blocks };
+    let norms: Vec<f32> = rng.floats(2 * head_dim).iter().map(|v| v + 1.5).collect();
+    let all: Vec<Sequence> = lengths.iter().map(|n| sequence(&mut rng, &shape, *n, &norms)).collect();
+
+    // Blocks of all sequences, shuffled; a third of the cache belongs to nobody and stays NaN.
+    let used = lengths.len() * max_blocks;
+    let n_blocks = used * 3 / 2;
+    let mut blocks: Vec<u32> = (0..n_blocks as u32).collect();
+    for i in (1..n_blocks).rev() {
+        blocks.swap(i, rng.below(i + 1));
+    }
+    blocks.truncate(used);
+    let cells = n_blocks * block_size * kv_heads * head_dim;
+    let cache = Cache {
+        k: Output::new(gpu, cells, UNWRITTEN_F32),
+        v: Output::new(gpu, cells, UNWRITTEN_F32),
+        norms: upload(gpu, &norms),
+        table: upload(gpu, &rotary_table(longest, head_dim, THETA)),
+        blocks: upload(gpu, &blocks),
+    };
+    let prompts: Vec<(usize, usize)> =
+        (0..lengths.len()).flat_map(|s| (0..lengths[s] - 1).map(move |t| (s, t))).collect();
+    let last: Vec<(usize, usize)> = (0..lengths.len()).rev().map(|s| (s, lengths[s] - 1)).collect();
+    for rows in [prompts, last] {
+        let [q, out] = step(gpu, shape, &cache, &all, &rows);
+        let width = heads * head_dim;
+        let pick = |of: &dyn Fn(&Sequence) -> &[f32]| -> Vec<f32> {
+            rows.iter().flat_map(|(s, t)| of(&all[*s])[t * width..(t + 1) * width].to_vec()).collect()
+        };
+        close("q", &q, &pick(&|s| &s.q))?;
+        close("out", &out, &pick(&|s| &s.out))?;
+    }
+
+    // The cache holds every key and value at its place, and nothing else.
+    let (mut k, mut v) = (cache.k.read(gpu), cache.v.read(gpu));
+    let width = kv_heads * head_dim;
+    for (s, sequence) in all.iter().enumerate() {
+        for t in 0..lengths[s] {
+            let block = blocks[s * max_blocks + t / block_size] as usize;
+            let at = (block * block_size + t % block_size) * width;
+            let cell = at..at + width;
+            close("a key", &k[cell.clone()], &sequence.k[t * width..(t + 1) * width])?;
+            if v[cell.clone()] != sequence.v[t * width..(t + 1) * width] {
+                return Err(format!("value {t} of sequence {s} differs"));
+            }
+            k[cell.clone()].fill(f32::NAN);
+            v[cell].fill(f32::NAN);
+        }
+    }
+    if k.iter().chain(&v).all(|c| c.is_nan()) { Ok(()) } else { Err("a place of nobody was written".to_owned()) }
+}
+
+#[test]
+fn attention_over_shuffled_blocks_equals_the_oracle_for_every_head_width() {
+    let mut cases = Vec::new();
+    for (head_dim, heads, kv_heads) in [(8, 2, 2), (24, 4, 2), (32, 6, 2), (64, 4, 1), (128, 2, 1), (256, 1, 1)] {
+        for block_size in [16, 5] {
+            cases.push(Case { heads, kv_heads, head_dim, block_size });
+        }
+    }
+    for gpu in device::every_variant() {
+        each_case(&cases, |case| check(&gpu, case, &[17, 1, 5, 33, 2]));
+    }
+}
+
+#[test]
+fn attention_equals_the_oracle_for_every_length_around_a_round_of_lanes() {
+    let case = Case { heads: 2, kv_heads: 1, head_dim: 16, block_size: 16 };
+    for gpu in device::every_variant() {
+        each_case(&[case.block_size], |_| check(&gpu, &case, &[70, 63, 64, 65, 66, 1, 2, 3, 4, 8, 9, 15, 16]));
+    }
+}

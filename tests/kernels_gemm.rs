@@ -1,0 +1,199 @@
+//! Matrix products on the device against the oracle: every selection of rows, storage type and cut.
+
+mod common;
+#[path = "common/device.rs"]
+mod device;
+#[path = "common/gpu_run.rs"]
+mod gpu_run;
+
+use common::{Rng, Routing, TOL_F32, UNWRITTEN_F32, each_case, rel_err};
+use gpu_run::{Output, run, upload, weights};
+use proptest::prelude::*;
+use wgmoe::Gpu;
+use wgmoe::dtype::DType;
+use wgmoe::kernels::align::Align;
+use wgmoe::kernels::expert_gemm::{ExpertGemm, Rows};
+use wgmoe::reference;
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Select {
+    Dense,
+    Pairs,
+    Tiles(usize),
+}
+
+/// How a stack is cut into bindings.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Cut {
+    Whole,
+    /// Two experts a binding.
+    Experts,
+    /// Five rows of one expert a binding.
+    Rows,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    select: Select,
+    dtype: DType,
+    /// Pairs; rows when dense.
+    pairs: usize,
+    row_div: usize,
+    experts: usize,
+    out: usize,
+    inner: usize,
+    cut: Cut,
+    accumulate: bool,
+}
+
+const CASE: Case = Case {
+    select: Select::Pairs,
+    dtype: DType::F32,
+    pairs: 12,
+    row_div: 2,
+    experts: 5,
+    out: 37,
+    inner: 24,
+    cut: Cut::Whole,
+    accumulate: false,
+};
+
+/// Every seventh pair has no expert of this rank, in each way in which that can be said.
+fn ids_of(case: &Case, rng: &mut Rng) -> Vec<i32> {
+    if case.select == Select::Dense {
+        return vec![0; case.pairs];
+    }
+    let mut ids = Routing::Zipf(1.5).ids(case.pairs, 1, case.experts, rng);
+    for (i, p) in (3..case.pairs).step_by(7).enumerate() {
+        ids[p] = [-1, -9, case.experts as i32, i32::MAX][i % 4];
+    }
+    ids
+}
+
+fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
+    let Case { pairs, row_div, experts, out, inner, .. } = *case;
+    let experts = if case.select == Select::Dense { 1 } else { experts };
+    let mut rng = Rng::new(11);
+    let ids = ids_of(case, &mut rng);
+    let held = |p: usize| (0..experts as i32).contains(&ids[p]);
+    let mut x = rng.floats(pairs.div_ceil(row_div) * inner);
+    // Rows that no pair of this rank needs must not matter.
+    for row in 0..pairs.div_ceil(row_div) {
+        if (row * row_div..((row + 1) * row_div).min(pairs)).all(|p| !held(p)) {
+            x[row * inner..(row + 1) * inner].fill(f32::NAN);
+        }
+    }
+    let row_bytes = (inner * case.dtype.size()) as u64;
+    let limit = match case.cut {
+        Cut::Whole => u64::MAX,
+        Cut::Experts => row_bytes * out as u64 * 2,
+        Cut::Rows => row_bytes * 5,
+    };
+    let (w, decoded) = weights(gpu, case.dtype, [experts, out, inner], &rng.floats(experts * out * inner), limit);
+    // y is wider than the product, so that its stride counts.
+    let stride = out + 3;
+    let before: Vec<f32> =
+        if case.accumulate { rng.floats(pairs * stride) } else { vec![UNWRITTEN_F32; pairs * stride] };
+    let y = Output::of(gpu, &before, UNWRITTEN_F32);
+    let (x_view, ids_view) = (upload(gpu, &x), upload(gpu, &ids));
+    run(gpu, |rec, pass| {
+        let aligned = match case.select {
+            Select::Tiles(tile) => {
+                let columns: Vec<u32> = w.columns(gpu.capabilities(), tile).collect();
+                let (label, work_label) = ("tiles", "work");
+                let align =
+                    Align { pairs, buckets: experts, tile, label, work_label, ids: &ids_view, columns: &columns };
+                Some(align.record(rec, pass)?)
+            }
+            _ => None,
+        };
+        let select = match (&aligned, case.select) {
+            (Some(aligned), _) => Rows::Tiles(aligned),
+            (None, Select::Dense) => Rows::Dense,
+            _ => Rows::Pairs(&ids_view),
+        };
+        let (x, accumulate) = (&x_view, case.accumulate);
+        ExpertGemm { rows: pairs, row_div, select, x, weights: &w, y: &y.view, y_stride: stride, accumulate }
+            .record(rec, pass)
+    });
+    let got = y.read(gpu);
+    let mut expected = vec![0.0; pairs * out];
+    reference::expert_gemm(&x, &decoded, &ids, row_div, out, inner, &mut expected);
+    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    for p in 0..pairs {
+        for i in 0..stride {
+            let at = p * stride + i;
+            if !held(p) || i >= out {
+                if got[at].to_bits() != before[at].to_bits() {
+                    return Err(format!("pair {p} column {i} was written"));
+                }
+                continue;
+            }
+            ours.push(got[at]);
+            theirs.push(expected[p * out + i] + if case.accumulate { before[at] } else { 0.0 });
+        }
+    }
+    let off = rel_err(&ours, &theirs);
+    if off > TOL_F32 { Err(format!("off by {off}")) } else { Ok(()) }
+}
+
+#[test]
+fn every_selection_type_and_cut_equals_the_oracle() {
+    let mut cases = Vec::new();
+    for select in [Select::Dense, Select::Pairs, Select::Tiles(1), Select::Tiles(4), Select::Tiles(8)] {
+        for dtype in [DType::F32, DType::F16, DType::Bf16] {
+            for cut in [Cut::Whole, Cut::Experts, Cut::Rows] {
+                for accumulate in [false, true] {
+                    let row_div = if select == Select::Dense { 1 } else { 2 };
+                    cases.push(Case { select, dtype, cut, accumulate, row_div, pairs: 42, ..CASE });
+                }
+            }
+        }
+    }
+    for gpu in device::every_variant() {
+        each_case(&cases, |case| check(&gpu, case));
+    }
+}
+
+#[test]
+fn every_edge_shape_equals_the_oracle() {
+    let mut cases = Vec::new();
+    for select in [Select::Dense, Select::Pairs, Select::Tiles(4), Select::Tiles(8)] {
+        for pairs in [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 31] {
+            cases.push(Case { select, pairs, row_div: 1, ..CASE });
+        }
+        // Around the columns of a workgroup, and inner widths around what one round of carriers loads.
+        for (out, inner) in [(1, 8), (15, 16), (16, 24), (17, 32), (31, 40), (32, 48), (33, 56), (64, 64), (131, 72)] {
+            cases.push(Case { select, pairs: 11, row_div: 1, out, inner, dtype: DType::Bf16, ..CASE });
+        }
+    }
+    for gpu in device::every_variant() {
+        each_case(&cases, |case| check(&gpu, case));
+    }
+}
+
+#[test]
+fn more_workgroups_than_one_dimension_holds_are_folded() {
+    let folded = Case { pairs: 66_001, row_div: 66_001, out: 4, inner: 8, ..CASE };
+    let cases = [folded, Case { select: Select::Tiles(1), ..folded }];
+    for gpu in device::every_variant() {
+        each_case(&cases, |case| check(&gpu, case));
+    }
+}
+
+#[test]
+fn any_shape_equals_the_oracle() {
+    let gpus = device::every_variant();
+    let select = prop_oneof![Just(Select::Dense), Just(Select::Pairs), Just(Select::Tiles(4)), Just(Select::Tiles(8))];
+    let dtype = prop_oneof![Just(DType::F32), Just(DType::F16), Just(DType::Bf16)];
+    let cut = prop_oneof![Just(Cut::Whole), Just(Cut::Experts), Just(Cut::Rows)];
+    let strategy = (select, dtype, cut, 0..40usize, 1..4usize, 1..7usize, 1..40usize, 1..10usize, any::<bool>());
+    proptest!(ProptestConfig { cases: 10, failure_persistence: None, ..ProptestConfig::default() },
+    |((select, dtype, cut, pairs, row_div, experts, out, groups, accumulate) in strategy)| {
+        let row_div = if select == Select::Dense { 1 } else { row_div };
+        let case = Case { select, dtype, cut, pairs, row_div, experts, out, inner: groups * 8, accumulate };
+        for gpu in &gpus {
+            prop_assert_eq!(check(gpu, &case), Ok(()));
+        }
+    });
+}

@@ -1,0 +1,277 @@
+//! Localise, remap and align on the device, exact against the oracle on every tier.
+
+mod common;
+#[path = "common/device.rs"]
+mod device;
+#[path = "common/gpu_run.rs"]
+mod gpu_run;
+
+use common::{AdapterMix, Rng, Routing, UNWRITTEN_I32};
+use gpu_run::{Output, read, run, upload};
+use proptest::prelude::*;
+use wgmoe::Gpu;
+use wgmoe::kernels::align::{Align, Aligned as Place};
+use wgmoe::kernels::localise::Localise;
+use wgmoe::kernels::remap::Remap;
+use wgmoe::reference::{self, Aligned, Remapped};
+use wgmoe::router::NoAdapter;
+use wgmoe::shape::align_capacity;
+
+/// Column tiles of two consumers.
+const COLUMNS: [u32; 2] = [3, 5];
+
+fn remap_on(gpu: &Gpu, ids: &[i32], mapping: &[i32], [a, experts, slots]: [usize; 3], mode: NoAdapter) -> Remapped {
+    let (topk_ids, token_lora_mapping) = (upload(gpu, ids), upload(gpu, mapping));
+    let virtual_ids = Output::new(gpu, ids.len(), UNWRITTEN_I32);
+    let mask = Output::new(gpu, mapping.len(), UNWRITTEN_I32 as u32);
+    let status = Output::new(gpu, 1, 0u32);
+    run(gpu, |rec, pass| {
+        Remap {
+            pairs: ids.len(),
+            top_k: a,
+            experts,
+            slots,
+            no_adapter: mode,
+            topk_ids: &topk_ids,
+            token_lora_mapping: &token_lora_mapping,
+            virtual_topk_ids: &virtual_ids.view,
+            lora_mask: &mask.view,
+            status: &status.view,
+        }
+        .record(rec, pass)
+    });
+    Remapped { virtual_topk_ids: virtual_ids.read(gpu), lora_mask: mask.read(gpu), status: status.read(gpu)[0] }
+}
+
+fn align_on(gpu: &Gpu, ids: &[i32], buckets: usize, tile: usize) -> Aligned {
+    let capacity = align_capacity(ids.len(), buckets, tile);
+    let ids_view = upload(gpu, ids);
+    let (place, out): (Place, _) = run(gpu, |rec, pass| {
+        // Larger than needed, and full of words that are neither padding nor a label.
+        let out = rec.scratch("tiles", (capacity * 2 + 1024) as u64 * 4)?;
+        gpu.queue().write_buffer(&out.buffer, 0, bytemuck::cast_slice(&vec![UNWRITTEN_I32; capacity * 2 + 1024]));
+        let align = Align {
+            pairs: ids.len(),
+            buckets,
+            tile,
+            label: "tiles",
+            work_label: "work",
+            ids: &ids_view,
+            columns: &COLUMNS,
+        };
+        Ok((align.record(rec, pass)?, out))
+    });
+    let words: Vec<i32> = read(gpu, &out, capacity * 2 + 1024);
+    let at = |base: u32, n: usize| words[base as usize..base as usize + n].to_vec();
+    assert_eq!(place.capacity, capacity);
+    let end = place.sorted_base as usize + capacity;
+    assert!(words[end..].iter().all(|w| *w == UNWRITTEN_I32), "written past the alignment");
+    Aligned {
+        sorted_token_ids: at(place.sorted_base, capacity),
+        expert_ids: at(place.expert_base, capacity / tile),
+        num_tokens_post_padded: words[Place::COUNT_WORD] as u32,
+        dispatch: (0..COLUMNS.len()).map(|c| [0, 1, 2].map(|i| words[c * 4 + i] as u32)).collect(),
+    }
+}
+
+/// The whole of an alignment against the oracle: contents, padding, labels, count, order and dispatch arguments.
+fn check_align(gpu: &Gpu, ids: &[i32], buckets: usize, tile: usize) -> Aligned {
+    let got = align_on(gpu, ids, buckets, tile);
+    let expected = reference::align(ids, buckets, tile, &COLUMNS);
+    let what = format!("{} P {} N {buckets} B {tile}", gpu.tier(), ids.len());
+    assert_eq!(got.num_tokens_post_padded, expected.num_tokens_post_padded, "count: {what}");
+    assert_eq!(got.expert_ids, expected.expert_ids, "labels: {what}");
+    assert_eq!(got.dispatch, expected.dispatch, "dispatch: {what}");
+    assert!(got.sorted_token_ids == expected.sorted_token_ids, "pairs: {what}");
+    got
+}
+
+/// The labels that occur, without -1.
+fn labels(aligned: &Aligned) -> Vec<i32> {
+    let mut all: Vec<i32> = aligned.expert_ids.iter().copied().filter(|l| *l != -1).collect();
+    all.dedup();
+    all
+}
+
+#[test]
+fn negative_ids_come_back_from_remap_bit_for_bit() {
+    for gpu in device::every_tier() {
+        let ids = [0, -1, 5, 3, -1, -2, 15, 7, i32::MIN, 2, -1, 4, 8, 9, -77, 1];
+        let mapping = [0, 1, -1, 2, 3, 0, -1, 1];
+        for mode in [NoAdapter::Skip, NoAdapter::Unshifted] {
+            let got = remap_on(&gpu, &ids, &mapping, [2, 16, 4], mode);
+            assert_eq!(got, reference::remap(&ids, &mapping, 2, 16, 4, mode));
+            assert!((0..16).all(|p| ids[p] >= 0 || got.virtual_topk_ids[p] == ids[p]));
+        }
+    }
+}
+
+#[test]
+fn remap_shifts_an_id_by_its_slot() {
+    for gpu in device::every_tier() {
+        let got = remap_on(&gpu, &[0, 1, 2, 3, 15, 14], &[0, 1, 2], [2, 16, 4], NoAdapter::Skip);
+        assert_eq!(got.virtual_topk_ids, [0, 1, 18, 19, 47, 46]);
+        assert_eq!((got.lora_mask, got.status), (vec![1, 1, 1], 0));
+    }
+}
+
+#[test]
+fn a_token_without_adapter_is_masked_and_skipped_or_kept_as_asked() {
+    for gpu in device::every_tier() {
+        let kept = remap_on(&gpu, &[3, 5], &[-1], [2, 16, 4], NoAdapter::Unshifted);
+        assert_eq!((kept.virtual_topk_ids, kept.lora_mask, kept.status), (vec![3, 5], vec![0], 0));
+        let skipped = remap_on(&gpu, &[3, 5], &[-1], [2, 16, 4], NoAdapter::Skip);
+        assert_eq!((skipped.virtual_topk_ids, skipped.lora_mask, skipped.status), (vec![-1, -1], vec![0], 0));
+    }
+}
+
+#[test]
+fn an_id_past_the_experts_never_lands_in_the_next_slot() {
+    for gpu in device::every_tier() {
+        for mode in [NoAdapter::Skip, NoAdapter::Unshifted] {
+            let got = remap_on(&gpu, &[16, 17, 31, i32::MAX, 15, 0], &[0, 0, 0], [2, 16, 4], mode);
+            assert_eq!(got.virtual_topk_ids, [-1, -1, -1, -1, 15, 0]);
+            assert_eq!(got.status, wgmoe::router::STATUS_ID);
+        }
+    }
+}
+
+#[test]
+fn a_slot_past_the_last_counts_as_none_and_sets_the_status() {
+    for gpu in device::every_tier() {
+        for mode in [NoAdapter::Skip, NoAdapter::Unshifted] {
+            let mapping = [4, 3, i32::MAX, i32::MIN, -5];
+            let got = remap_on(&gpu, &[1, 2, 3, 4, 5], &mapping, [1, 16, 4], mode);
+            assert_eq!(got, reference::remap(&[1, 2, 3, 4, 5], &mapping, 1, 16, 4, mode));
+            assert_eq!((got.lora_mask, got.status), (vec![0, 1, 0, 0, 0], wgmoe::router::STATUS_SLOT));
+        }
+    }
+}
+
+#[test]
+fn remap_equals_the_oracle_for_every_routing_and_adapter_mix() {
+    for gpu in device::every_tier() {
+        let mut rng = Rng::new(1);
+        for routing in Routing::ALL {
+            for mix in AdapterMix::ALL {
+                let ids = routing.ids(37, 3, 7, &mut rng);
+                let mapping = mix.mapping(37, 5, &mut rng);
+                let got = remap_on(&gpu, &ids, &mapping, [3, 7, 5], NoAdapter::Skip);
+                assert_eq!(got, reference::remap(&ids, &mapping, 3, 7, 5, NoAdapter::Skip), "{routing:?} {mix:?}");
+            }
+        }
+        let none = remap_on(&gpu, &[], &[], [3, 7, 5], NoAdapter::Skip);
+        assert_eq!((none.virtual_topk_ids.len(), none.status), (0, 0));
+    }
+}
+
+#[test]
+fn localise_masks_padding_after_the_look_up_and_keeps_negative_ids() {
+    for gpu in device::every_tier() {
+        let table = [-1, 0, -1, 1, 2, -1, -1, 3];
+        let ids: Vec<i32> = (0..134).map(|p| [0, 1, 7, -1, -2, 8, 100, i32::MIN, 4, i32::MAX][p % 10]).collect();
+        for valid in [0, 1, 31, 66, 67] {
+            let (ids_view, table_view) = (upload(&gpu, &ids), upload(&gpu, &table));
+            let out = Output::new(&gpu, ids.len(), UNWRITTEN_I32);
+            run(&gpu, |rec, pass| {
+                Localise {
+                    pairs: ids.len(),
+                    valid_pairs: valid * 2,
+                    experts: table.len(),
+                    topk_ids: &ids_view,
+                    table: &table_view,
+                    local_ids: &out.view,
+                }
+                .record(rec, pass)
+            });
+            assert_eq!(out.read(&gpu), reference::localise(&ids, &table, valid, 2), "{valid}");
+        }
+    }
+}
+
+#[test]
+fn every_bucket_with_one_pair_gets_one_labelled_tile() {
+    for gpu in device::every_tier() {
+        let got = check_align(&gpu, &[3, 1, 0, 7, 5, 2, 6, 4], 8, 16);
+        assert_eq!(got.expert_ids, [0, 1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(got.num_tokens_post_padded, 128);
+        assert_eq!(got.dispatch, [[3, 8, 1], [5, 8, 1]]);
+    }
+}
+
+#[test]
+fn ids_that_are_no_bucket_go_last_and_get_no_label() {
+    for gpu in device::every_tier() {
+        let negative = check_align(&gpu, &[0, -1, 1, -1, -7, 7, -1, i32::MIN], 8, 16);
+        assert_eq!((labels(&negative), negative.num_tokens_post_padded), (vec![0, 1, 7], 64));
+        assert_eq!(negative.sorted_token_ids[48..54], [1, 3, 4, 6, 7, 8]);
+        let beyond = check_align(&gpu, &[0, 100, 1, 50, 200, 7, 8, i32::MAX], 8, 16);
+        assert_eq!((labels(&beyond), beyond.dispatch[0]), (vec![0, 1, 7], [3, 3, 1]));
+        let mixed: Vec<i32> = (0..64).map(|p| [0, -1, 100, 1507, 500, 3000, 1000, -2][p % 8]).collect();
+        assert_eq!(labels(&check_align(&gpu, &mixed, 1500, 16)), [0, 100, 500, 1000]);
+    }
+}
+
+#[test]
+fn no_pairs_give_count_zero_and_empty_dispatches() {
+    for gpu in device::every_tier() {
+        for buckets in [1, 8, 1500] {
+            let got = check_align(&gpu, &[], buckets, 16);
+            assert_eq!((got.num_tokens_post_padded, got.dispatch), (0, vec![[3, 0, 1], [5, 0, 1]]));
+        }
+    }
+}
+
+#[test]
+fn alignment_is_exact_at_every_edge_shape() {
+    for gpu in device::every_tier() {
+        let mut rng = Rng::new(2);
+        for tile in [1, 4, 8] {
+            for pairs in [1, tile - 1, tile, tile + 1, 63, 64, 65, 127, 257, 331] {
+                let ids: Vec<i32> = (0..pairs).map(|_| rng.below(9) as i32 - 1).collect();
+                check_align(&gpu, &ids, 7, tile);
+            }
+        }
+        for routing in Routing::ALL {
+            let ids = routing.ids(50, 4, 16, &mut rng);
+            check_align(&gpu, &ids, 16, 8);
+        }
+    }
+}
+
+#[test]
+fn alignment_is_exact_where_many_slots_make_many_buckets() {
+    for gpu in device::every_tier() {
+        let mut rng = Rng::new(3);
+        for buckets in [63, 64, 1023, 1024, 1025, 8192] {
+            let any: Vec<i32> = (0..300).map(|_| rng.below(buckets + 2) as i32 - 1).collect();
+            check_align(&gpu, &any, buckets, 8);
+            // The first and last bucket, the sentinel, and nothing between.
+            let ends: Vec<i32> = (0..70).map(|p| [0, buckets as i32 - 1, -1, buckets as i32][p % 4]).collect();
+            check_align(&gpu, &ends, buckets, 4);
+        }
+    }
+}
+
+#[test]
+fn long_inputs_with_many_buckets_count_in_large_chunks() {
+    for gpu in device::every_tier() {
+        let mut rng = Rng::new(4);
+        // ceil(P / 64) · (N + 1) above 2^20.
+        let ids: Vec<i32> = (0..8300).map(|_| rng.below(8194) as i32 - 1).collect();
+        check_align(&gpu, &ids, 8192, 4);
+    }
+}
+
+#[test]
+fn any_ids_are_aligned_as_the_oracle_does() {
+    let gpus = device::every_tier();
+    let ids = prop_oneof![8 => 0..40i32, 1 => any::<i32>(), 1 => Just(-1)];
+    let strategy = (prop::collection::vec(ids, 0..400), 1..40usize, 1..17usize);
+    proptest!(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() },
+    |((ids, buckets, tile) in strategy)| {
+        for gpu in &gpus {
+            prop_assert_eq!(align_on(gpu, &ids, buckets, tile), reference::align(&ids, buckets, tile, &COLUMNS));
+        }
+    });
+}

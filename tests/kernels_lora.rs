@@ -1,0 +1,236 @@
+//! Adapters on the device against the oracle: different ranks, types and values in one batch.
+
+mod common;
+#[path = "common/device.rs"]
+mod device;
+#[path = "common/gpu_run.rs"]
+mod gpu_run;
+
+use common::{AdapterMix, Rng, Routing, TOL_F32, UNWRITTEN_F32, UNWRITTEN_I32, each_case, rel_err};
+use gpu_run::{Output, run, upload};
+use wgmoe::Gpu;
+use wgmoe::dtype::DType;
+use wgmoe::kernels::align::Align;
+use wgmoe::kernels::expert_gemm::Rows;
+use wgmoe::kernels::lora::{Factors, Lora, LoraSite, column_tiles};
+use wgmoe::reference;
+use wgmoe::router::NoAdapter;
+
+/// Entries of other sites in front of this one.
+const INDEX_BASE: usize = 3;
+
+/// One (virtual expert, projection) as the oracle sees it.
+#[derive(Debug, Clone)]
+struct Held {
+    rank: usize,
+    scale: f32,
+    a: Vec<f32>,
+    b: Vec<f32>,
+}
+
+#[derive(Debug, Clone)]
+struct Case {
+    /// Tile height, or pairs one by one.
+    tile: Option<usize>,
+    tokens: usize,
+    top_k: usize,
+    experts: usize,
+    out_dims: Vec<usize>,
+    inner: usize,
+    mix: AdapterMix,
+    /// Rank and type of each slot; 0: nothing loaded there.
+    slots: Vec<(usize, DType)>,
+    /// All projections of a slot and expert use one A.
+    shared: bool,
+}
+
+fn case() -> Case {
+    Case {
+        tile: None,
+        tokens: 9,
+        top_k: 2,
+        experts: 3,
+        out_dims: vec![21, 21],
+        inner: 24,
+        mix: AdapterMix::Uniform,
+        slots: vec![(8, DType::F16), (17, DType::Bf16)],
+        shared: false,
+    }
+}
+
+/// 16-byte words of a matrix with rows padded to eight columns.
+fn place(pool: &mut Vec<u8>, dtype: DType, values: &[f32], cols: usize) -> (u32, Vec<f32>) {
+    let at = pool.len() / 16;
+    let mut decoded = Vec::new();
+    for row in values.chunks(cols) {
+        let bytes = dtype.encode(row);
+        decoded.extend(dtype.decode(&bytes));
+        pool.extend_from_slice(&bytes);
+        pool.resize(pool.len() + (cols.next_multiple_of(8) - cols) * dtype.size(), 0);
+    }
+    (at as u32, decoded)
+}
+
+/// Pool, index, and what the oracle looks up at (virtual expert · projections + projection).
+fn factors(gpu: &Gpu, case: &Case, rng: &mut Rng) -> (Factors, Vec<Held>) {
+    let mut pool = vec![0xffu8; 48];
+    // Entries that belong to other sites, and absent ones, would do damage if they were used.
+    let mut index = vec![[7u32, 9, 5, f32::NAN.to_bits()]; INDEX_BASE];
+    let mut held = Vec::new();
+    for (slot, (rank, dtype)) in case.slots.iter().enumerate() {
+        for expert in 0..case.experts {
+            let a_values = rng.floats(rank * case.inner);
+            let shared = place(&mut pool, *dtype, &a_values, case.inner);
+            for out in &case.out_dims {
+                // An expert that an adapter leaves out.
+                let rank = if slot == 1 && expert == 1 && case.experts > 1 { 0 } else { *rank };
+                let (a, a_values) = if case.shared {
+                    shared.clone()
+                } else {
+                    place(&mut pool, *dtype, &rng.floats(rank * case.inner), case.inner)
+                };
+                let (b, b_values) = place(&mut pool, *dtype, &rng.floats(out * rank), rank.max(1));
+                let scale = 0.25 + held.len() as f32 / 16.0;
+                let kind = [DType::F32, DType::F16, DType::Bf16].iter().position(|d| d == dtype).unwrap() as u32;
+                index.push([a, b, rank as u32 | kind << 16, scale.to_bits()]);
+                held.push(Held { rank, scale, a: a_values, b: b_values });
+            }
+        }
+    }
+    (Factors { pool: upload(gpu, &pool), index: upload(gpu, &index) }, held)
+}
+
+fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
+    let mut rng = Rng::new(21);
+    let (slots, projections) = (case.slots.len(), case.out_dims.len());
+    let pairs = case.tokens * case.top_k;
+    let mut ids = Routing::Uniform.ids(case.tokens, case.top_k, case.experts, &mut rng);
+    for p in (4..pairs).step_by(11) {
+        ids[p] = -1;
+    }
+    let mapping = case.mix.mapping(case.tokens, slots, &mut rng);
+    let virtual_ids =
+        reference::remap(&ids, &mapping, case.top_k, case.experts, slots, NoAdapter::Skip).virtual_topk_ids;
+    let (factors, held) = factors(gpu, case, &mut rng);
+    let site = LoraSite { index_base: INDEX_BASE, out_dims: case.out_dims.clone(), in_dim: case.inner };
+    let max_rank = case.slots.iter().map(|(rank, _)| *rank).max().unwrap();
+    let mut x = rng.floats(case.tokens * case.inner);
+    for t in 0..case.tokens {
+        if virtual_ids[t * case.top_k..(t + 1) * case.top_k].iter().all(|v| *v < 0) {
+            x[t * case.inner..(t + 1) * case.inner].fill(f32::NAN);
+        }
+    }
+    let stride: usize = case.out_dims.iter().sum();
+    let before = rng.floats(pairs * stride);
+    let y = Output::of(gpu, &before, UNWRITTEN_F32);
+    let (x_view, ids_view) = (upload(gpu, &x), upload(gpu, &virtual_ids));
+    run(gpu, |rec, pass| {
+        // 0x7fffffff is also a NaN: what the shrink leaves unwritten must not be read by the expand.
+        let words = pairs * projections * max_rank.next_multiple_of(8);
+        let u = rec.scratch("lora u", words as u64 * 4)?;
+        gpu.queue().write_buffer(&u.buffer, 0, bytemuck::cast_slice(&vec![UNWRITTEN_I32; words]));
+        let buckets = slots * case.experts;
+        let aligned = match case.tile {
+            None => None,
+            Some(tile) => {
+                let columns = column_tiles(gpu.capabilities(), &site, max_rank);
+                let (label, work_label) = ("tiles", "work");
+                Some(
+                    Align { pairs, buckets, tile, label, work_label, ids: &ids_view, columns: &columns }
+                        .record(rec, pass)?,
+                )
+            }
+        };
+        let select = aligned.as_ref().map_or(Rows::Pairs(&ids_view), Rows::Tiles);
+        Lora {
+            rows: pairs,
+            row_div: case.top_k,
+            select,
+            buckets,
+            max_rank,
+            site: &site,
+            factors: &factors,
+            x: &x_view,
+            y: &y.view,
+            y_stride: stride,
+        }
+        .record(rec, pass)
+    });
+    let got = y.read(gpu);
+    let mut expected = before.clone();
+    let mut column = 0;
+    for (i, out) in case.out_dims.iter().enumerate() {
+        let find = |v: usize| {
+            let h = &held[v * projections + i];
+            Some(reference::Factors {
+                rank: h.rank,
+                scale: h.scale,
+                a: &h.a[..h.rank * case.inner],
+                b: &h.b[..out * h.rank],
+            })
+        };
+        reference::lora(&x, case.top_k, &virtual_ids, &find, *out, case.inner, &mut expected, stride, column);
+        column += out;
+    }
+    for p in 0..pairs {
+        let row = p * stride..(p + 1) * stride;
+        let idle = virtual_ids[p] < 0 || held[virtual_ids[p] as usize * projections].rank == 0;
+        if idle && got[row.clone()] != before[row] {
+            return Err(format!("pair {p} has no adapter, but its row changed"));
+        }
+    }
+    let off = rel_err(&got, &expected);
+    if off > TOL_F32 { Err(format!("off by {off}")) } else { Ok(()) }
+}
+
+#[test]
+fn adapters_of_any_rank_and_type_share_a_batch() {
+    let mut cases = Vec::new();
+    for tile in [None, Some(1), Some(4), Some(8)] {
+        let of = |slots: Vec<(usize, DType)>| Case { tile, tokens: 24, slots, ..case() };
+        cases.push(of(vec![(1, DType::F32), (64, DType::Bf16)]));
+        cases.push(of(vec![(3, DType::F16), (8, DType::F32), (17, DType::Bf16)]));
+        cases.push(of(vec![(64, DType::F16), (0, DType::F32), (1, DType::F16)]));
+        cases.push(of(vec![(17, DType::F32)]));
+    }
+    for gpu in device::every_variant() {
+        each_case(&cases, |case| check(&gpu, case));
+    }
+}
+
+#[test]
+fn projections_meet_their_own_factors_with_and_without_a_common_a() {
+    let mut cases = Vec::new();
+    for tile in [None, Some(4)] {
+        for shared in [false, true] {
+            // gate and up; q, k and v on whole tokens; one projection; four of different widths.
+            for (out_dims, experts, top_k) in
+                [(vec![21, 21], 3, 2), (vec![24, 8, 8], 1, 1), (vec![40], 4, 3), (vec![1, 16, 17, 5], 2, 1)]
+            {
+                cases.push(Case { tile, shared, out_dims, experts, top_k, tokens: 13, ..case() });
+            }
+        }
+    }
+    for gpu in device::every_variant() {
+        each_case(&cases, |case| check(&gpu, case));
+    }
+}
+
+#[test]
+fn every_edge_shape_and_mix_equals_the_oracle() {
+    let mut cases = Vec::new();
+    for tile in [None, Some(4), Some(8)] {
+        for tokens in [0, 1, 3, 4, 5, 7, 8, 9, 31] {
+            cases.push(Case { tile, tokens, top_k: 1, ..case() });
+        }
+        for inner in [8, 16, 32, 40, 56] {
+            cases.push(Case { tile, inner, ..case() });
+        }
+        for mix in AdapterMix::ALL {
+            cases.push(Case { tile, mix, ..case() });
+        }
+    }
+    for gpu in device::every_variant() {
+        each_case(&cases, |case| check(&gpu, case));
+    }
+}

@@ -1,0 +1,182 @@
+//! Every shader variant parses, validates with what its tier may use, binds what its host file says, and lays out its
+//! parameters as the host struct does.
+
+mod common;
+
+use common::each_case;
+use naga::valid::{Capabilities as Naga, ValidationFlags, Validator};
+use naga::{AddressSpace, Module, StorageAccess, TypeInner};
+use wgmoe::Tier;
+use wgmoe::kernels::linker::{Kernel, Vars, label, render};
+use wgmoe::kernels::params::Params;
+use wgmoe::kernels::variants::variants;
+use wgmoe::kernels::{
+    activation, align, attention, combine, embed, expert_gemm, localise, lora, norm, remap, rope, route, sample,
+};
+use wgmoe::plan::capabilities::Capabilities;
+
+/// A host struct: WGSL name, (field, offset), size.
+type Layout = (&'static str, &'static [(&'static str, usize)], usize);
+
+fn layout<P: Params>() -> Layout {
+    (P::NAME, P::FIELDS, size_of::<P>())
+}
+
+fn params_of(stem: &str) -> Layout {
+    match stem {
+        "route" => layout::<route::RouteParams>(),
+        "localise" => layout::<localise::LocaliseParams>(),
+        "remap" => layout::<remap::RemapParams>(),
+        "align_count" | "align_total" | "align_scan" | "align_scatter" => layout::<align::AlignParams>(),
+        "expert_gemm" => layout::<expert_gemm::ExpertGemmParams>(),
+        "lora_shrink" => layout::<lora::LoraShrinkParams>(),
+        "lora_expand" => layout::<lora::LoraExpandParams>(),
+        "activation" => layout::<activation::ActivationParams>(),
+        "combine" => layout::<combine::CombineParams>(),
+        "embed" => layout::<embed::EmbedParams>(),
+        "norm" => layout::<norm::NormParams>(),
+        "rope" => layout::<rope::RopeParams>(),
+        "attention" => layout::<attention::AttentionParams>(),
+        "sample" => layout::<sample::SampleParams>(),
+        _ => panic!("shader `{stem}` has no parameter struct here"),
+    }
+}
+
+/// Devices of each kind: baseline, then subgroups of 4, 8 and 32, then subgroups of no fixed size; software and not.
+fn devices() -> Vec<Capabilities> {
+    let mut all = Vec::new();
+    for gemm_lanes in [16, 64] {
+        let kinds = [(false, None), (true, Some(4)), (true, Some(8)), (true, Some(32)), (true, None)];
+        for (subgroup, fixed) in kinds {
+            all.push(Capabilities {
+                tier: if subgroup { Tier::Subgroup } else { Tier::Baseline },
+                max_binding_bytes: 128 << 20,
+                uniform_alignment: 256,
+                subgroup,
+                row_lanes: fixed.unwrap_or(64),
+                one_subgroup: fixed.is_some(),
+                gemm_lanes,
+                macs_per_submission: 1 << 30,
+            });
+        }
+    }
+    all
+}
+
+/// What a backend grants the shaders of a tier; no cooperative matrices, no f16 type, no 64-bit integers.
+fn granted(tier: Tier) -> Naga {
+    // Every Vulkan, Metal and DX12 device has `unpack2x16float`.
+    let baseline = Naga::empty() | Naga::SHADER_FLOAT16_IN_FLOAT32;
+    if tier >= Tier::Subgroup { baseline | Naga::SUBGROUP } else { baseline }
+}
+
+fn validated(source: &str, granted: Naga) -> Result<Module, String> {
+    let module = naga::front::wgsl::parse_str(source).map_err(|e| e.emit_to_string(source))?;
+    let mut validator = Validator::new(ValidationFlags::all(), granted);
+    if granted.contains(Naga::SUBGROUP) {
+        validator
+            .subgroup_stages(naga::valid::ShaderStages::COMPUTE)
+            .subgroup_operations(naga::valid::SubgroupOperationSet::all());
+    }
+    validator.validate(&module).map_err(|e| e.emit_to_string(source))?;
+    Ok(module)
+}
+
+fn check_bindings(module: &Module, kernel: &Kernel) -> Result<(), String> {
+    let mut has_params = false;
+    for (_, global) in module.global_variables.iter() {
+        let Some(binding) = &global.binding else { continue };
+        let name = global.name.clone().unwrap_or_default();
+        if binding.group != 0 {
+            return Err(format!("`{name}` is in group {}", binding.group));
+        }
+        let at = binding.binding as usize;
+        let write = at > kernel.reads;
+        let expected = match at {
+            0 => AddressSpace::Uniform,
+            _ if write => AddressSpace::Storage { access: StorageAccess::LOAD | StorageAccess::STORE },
+            _ => AddressSpace::Storage { access: StorageAccess::LOAD },
+        };
+        if global.space != expected {
+            return Err(format!("binding {at} `{name}`: expected {expected:?}, got {:?}", global.space));
+        }
+        if at > kernel.reads + kernel.writes {
+            return Err(format!("binding {at} `{name}` is not announced"));
+        }
+        has_params |= at == 0 && name == "params";
+    }
+    if has_params { Ok(()) } else { Err("binding 0 is not `params`".to_owned()) }
+}
+
+fn check_layout(module: &Module, (name, fields, size): Layout) -> Result<(), String> {
+    let found = module.types.iter().find(|(_, t)| t.name.as_deref() == Some(name));
+    let Some((_, naga::Type { inner: TypeInner::Struct { members, span }, .. })) = found else {
+        return Err(format!("no struct `{name}`"));
+    };
+    let got: Vec<(&str, usize)> =
+        members.iter().map(|m| (m.name.as_deref().unwrap_or(""), m.offset as usize)).collect();
+    if got != fields || *span as usize != size || size % 16 != 0 {
+        return Err(format!("`{name}`: host {fields:?} in {size} bytes, shader {got:?} in {span}"));
+    }
+    Ok(())
+}
+
+fn check(kernel: &'static Kernel, vars: &Vars, caps: &Capabilities) -> Result<(), String> {
+    let source = render(kernel, vars).map_err(|e| e.to_string())?;
+    if kernel.reads + kernel.writes > 8 {
+        return Err("more than eight storage buffers".to_owned());
+    }
+    let module = validated(&source, granted(caps.tier))?;
+    let entries: Vec<&str> = module.entry_points.iter().map(|e| e.name.as_str()).collect();
+    if entries != ["main"] {
+        return Err(format!("entry points {entries:?}"));
+    }
+    let [x, y, z] = module.entry_points[0].workgroup_size;
+    if x * y * z > 256 {
+        return Err(format!("{x} x {y} x {z} invocations"));
+    }
+    check_bindings(&module, kernel)?;
+    check_layout(&module, params_of(kernel.stem))?;
+    match kernel.stem {
+        "sample" => check_layout(&module, layout::<sample::Pick>()),
+        "lora_shrink" | "lora_expand" => {
+            check_layout(&module, ("Factor", &[("a", 0), ("b", 4), ("rank_type", 8), ("scale", 12)], 16))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[test]
+fn every_variant_validates_and_agrees_with_its_host_file() {
+    let mut failures = Vec::new();
+    let mut n = 0;
+    for caps in devices() {
+        for (kernel, vars) in variants(&caps) {
+            n += 1;
+            if let Err(why) = check(kernel, &vars, &caps) {
+                failures.push(format!("{}: {why}", label(kernel, &vars)));
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{} of {n} variants\n{}", failures.len(), failures.join("\n"));
+}
+
+#[test]
+fn variants_are_listed_once_and_cover_every_shader_file() {
+    let caps = devices();
+    each_case(&caps, |caps| {
+        let all = variants(caps);
+        let twice = (0..all.len()).find(|i| all[..*i].contains(&all[*i]));
+        if let Some(i) = twice {
+            return Err(format!("{} is listed twice", label(all[i].0, &all[i].1)));
+        }
+        for entry in std::fs::read_dir("shaders").unwrap() {
+            let path = entry.unwrap().path();
+            let stem = path.file_stem().unwrap().to_str().unwrap().to_owned();
+            if path.is_file() && !all.iter().any(|(kernel, _)| kernel.stem == stem) {
+                return Err(format!("no variant of {stem}"));
+            }
+        }
+        Ok(())
+    });
+}
