@@ -98,6 +98,8 @@ fn an_unloaded_adapter_leaves_base_output_unchanged() {
             pool.forget(AdapterId::new(0));
             assert_eq!(pool.resident(AdapterId::new(0)), None);
             assert_eq!(bits(&gpu, &twin, Some(&pool), &nobody), base);
+            // Not even a token that is mapped to the emptied slot finds anything of it.
+            assert_eq!(bits(&gpu, &twin, Some(&pool), &batch(vec![0; tokens])), base);
         }
     }
 }

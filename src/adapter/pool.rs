@@ -136,6 +136,11 @@ impl AdapterPool {
             && self.slots[slot].as_ref().is_some_and(|s| s.pins == 0)
         {
             self.release(slot);
+            // An empty slot has no factors, whoever maps a token to it.
+            let nothing = LayerImage { words: Vec::new(), entries: Vec::new() };
+            for layer in &self.layers {
+                layer.publish(&self.gpu, slot, 0, &nothing);
+            }
         }
     }
 
@@ -201,9 +206,15 @@ impl LayerPool {
                 _ => 0,
             };
             let Some(entry) = self.sites.entry(0, factor.site, expert) else { continue };
-            let a = place(&mut image.words, &mut stored, &factor.a);
-            let b = place(&mut image.words, &mut stored, &factor.b);
-            let kind = match factor.a.dtype {
+            let (a, b, dtype) = if factor.a.dtype == factor.b.dtype {
+                let a = place(&mut image.words, &mut stored, &factor.a);
+                (a, place(&mut image.words, &mut stored, &factor.b), factor.a.dtype)
+            } else {
+                // An entry has one type for both.
+                let a = append(&mut image.words, &to_f32(&factor.a));
+                (a, append(&mut image.words, &to_f32(&factor.b)), DType::F32)
+            };
+            let kind = match dtype {
                 DType::F16 => 1,
                 DType::Bf16 => 2,
                 _ => 0,
@@ -277,12 +288,13 @@ fn is_expert(site: crate::adapter::Site) -> bool {
     matches!(site, Site::ExpertGate | Site::ExpertUp | Site::ExpertDown)
 }
 
-/// Appends a matrix with rows padded to eight columns; returns its first word.
+/// Appends a matrix unless it is there already; returns its first word.
 fn place(words: &mut Vec<u8>, stored: &mut HashMap<*const Matrix, u32>, matrix: &Arc<Matrix>) -> u32 {
-    let key = Arc::as_ptr(matrix);
-    if let Some(at) = stored.get(&key) {
-        return *at;
-    }
+    *stored.entry(Arc::as_ptr(matrix)).or_insert_with(|| append(words, matrix))
+}
+
+/// Appends a matrix with rows padded to eight columns; returns its first word.
+fn append(words: &mut Vec<u8>, matrix: &Matrix) -> u32 {
     let at = (words.len() as u64 / WORD) as u32;
     let row = matrix.cols * matrix.dtype.size();
     let padded = matrix.cols.next_multiple_of(8) * matrix.dtype.size();
@@ -290,6 +302,10 @@ fn place(words: &mut Vec<u8>, stored: &mut HashMap<*const Matrix, u32>, matrix: 
         words.extend_from_slice(&matrix.bytes[r * row..(r + 1) * row]);
         words.resize(words.len() + padded - row, 0);
     }
-    stored.insert(key, at);
     at
+}
+
+fn to_f32(matrix: &Matrix) -> Matrix {
+    let bytes = DType::F32.encode(&matrix.dtype.decode(&matrix.bytes));
+    Matrix { dtype: DType::F32, bytes, ..*matrix }
 }
