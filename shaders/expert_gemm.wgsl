@@ -55,47 +55,10 @@ fn main(
     {% endfor %}
     {% endfor %}
 
-    {% if carriers %}
-    let carried = subgroup_lane % {{ carriers }}u;
-    for (var g = 0u; g < params.groups; g = g + {{ carriers // 2 }}u) {
-        let part = g * 2u + carried;
-        let inside = part < params.groups * 2u;
-        {% for i in range(tile) %}
-        let x{{ i }} = select(vec4<f32>(), x[x_row{{ i }} + min(part, params.groups * 2u - 1u)], inside);
-        {% endfor %}
-        {% for q in range(carriers // 2) %}
-        {% if q > 0 %}
-        if (g + {{ q }}u < params.groups) {
-        {% else %}
-        {
-        {% endif %}
-            {% for j in range(per_lane) %}
-            let w{{ j }} = load_weight8(w_row{{ j }} + g + {{ q }}u);
-            {% endfor %}
-            {% for i in range(tile) %}
-            let lo{{ i }} = subgroupBroadcast(x{{ i }}, {{ 2 * q }}u);
-            let hi{{ i }} = subgroupBroadcast(x{{ i }}, {{ 2 * q + 1 }}u);
-            {% for j in range(per_lane) %}
-            sum{{ i }}_{{ j }} = sum{{ i }}_{{ j }} + dot(w{{ j }}.lo, lo{{ i }}) + dot(w{{ j }}.hi, hi{{ i }});
-            {% endfor %}
-            {% endfor %}
-        }
-        {% endfor %}
-    }
-    {% else %}
-    for (var g = 0u; g < params.groups; g = g + 1u) {
-        {% for j in range(per_lane) %}
-        let w{{ j }} = load_weight8(w_row{{ j }} + g);
-        {% endfor %}
-        {% for i in range(tile) %}
-        let lo{{ i }} = x[x_row{{ i }} + g * 2u];
-        let hi{{ i }} = x[x_row{{ i }} + g * 2u + 1u];
-        {% for j in range(per_lane) %}
-        sum{{ i }}_{{ j }} = sum{{ i }}_{{ j }} + dot(w{{ j }}.lo, lo{{ i }}) + dot(w{{ j }}.hi, hi{{ i }});
-        {% endfor %}
-        {% endfor %}
-    }
-    {% endif %}
+    let groups = params.groups;
+    {% with input = "x", row = "x_row", load = "load_weight8(", storage = "" %}
+    {% include "shared/walk.wgsl" %}
+    {% endwith %}
 
     {% for j in range(per_lane) %}
     if (column{{ j }} < params.out_rows) {

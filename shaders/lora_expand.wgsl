@@ -56,45 +56,19 @@ fn main(
     let groups = (rank + 7u) / 8u;
     let column = (workgroup.x - params.tile_begin[projection]) * {{ lanes }}u + lane;
     let columns = params.out_rows[projection];
-    let b_row = min(column, columns - 1u) * groups;
-    let u_begin = projection * params.max_rank / 4u;
+    let w_row0 = min(column, columns - 1u) * groups;
     {% for i in range(tile) %}
-    var sum{{ i }} = 0.0;
+    let u_row{{ i }} = x_row{{ i }} + projection * params.max_rank / 4u;
+    var sum{{ i }}_0 = 0.0;
     {% endfor %}
-    {% if carriers %}
-    let carried = subgroup_lane % {{ carriers }}u;
-    for (var g = 0u; g < groups; g = g + {{ carriers // 2 }}u) {
-        let part = g * 2u + carried;
-        let inside = part < groups * 2u;
-        {% for i in range(tile) %}
-        let u{{ i }} = select(vec4<f32>(), u[x_row{{ i }} + u_begin + min(part, groups * 2u - 1u)], inside);
-        {% endfor %}
-        {% for q in range(carriers // 2) %}
-        {% if q > 0 %}
-        if (g + {{ q }}u < groups) {
-        {% else %}
-        {
-        {% endif %}
-            let b = load_factor8(factor.b, b_row + g + {{ q }}u, storage);
-            {% for i in range(tile) %}
-            sum{{ i }} = sum{{ i }} + dot(b.lo, subgroupBroadcast(u{{ i }}, {{ 2 * q }}u)) + dot(b.hi, subgroupBroadcast(u{{ i }}, {{ 2 * q + 1 }}u));
-            {% endfor %}
-        }
-        {% endfor %}
-    }
-    {% else %}
-    for (var g = 0u; g < groups; g = g + 1u) {
-        let b = load_factor8(factor.b, b_row + g, storage);
-        {% for i in range(tile) %}
-        sum{{ i }} = sum{{ i }} + dot(b.lo, u[x_row{{ i }} + u_begin + g * 2u]) + dot(b.hi, u[x_row{{ i }} + u_begin + g * 2u + 1u]);
-        {% endfor %}
-    }
-    {% endif %}
+    {% with input = "u", row = "u_row", load = "load_factor8(factor.b, ", storage = ", storage", per_lane = 1 %}
+    {% include "shared/walk.wgsl" %}
+    {% endwith %}
     if (column < columns) {
         {% for i in range(tile) %}
         if (pair{{ i }} < params.rows) {
             let at = pair{{ i }} * params.y_stride + params.out_begin[projection] + column;
-            y[at] = y[at] + sum{{ i }};
+            y[at] = y[at] + sum{{ i }}_0;
         }
         {% endfor %}
     }

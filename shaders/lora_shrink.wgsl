@@ -50,43 +50,18 @@ fn main(
         return;
     }
     let r = r_begin + lane;
-    let a_row = min(r, rank - 1u) * params.groups;
+    let groups = params.groups;
+    let w_row0 = min(r, rank - 1u) * groups;
     {% for i in range(tile) %}
-    var sum{{ i }} = 0.0;
+    var sum{{ i }}_0 = 0.0;
     {% endfor %}
-    {% if carriers %}
-    let carried = subgroup_lane % {{ carriers }}u;
-    for (var g = 0u; g < params.groups; g = g + {{ carriers // 2 }}u) {
-        let part = g * 2u + carried;
-        let inside = part < params.groups * 2u;
-        {% for i in range(tile) %}
-        let x{{ i }} = select(vec4<f32>(), x[x_row{{ i }} + min(part, params.groups * 2u - 1u)], inside);
-        {% endfor %}
-        {% for q in range(carriers // 2) %}
-        {% if q > 0 %}
-        if (g + {{ q }}u < params.groups) {
-        {% else %}
-        {
-        {% endif %}
-            let a = load_factor8(factor.a, a_row + g + {{ q }}u, storage);
-            {% for i in range(tile) %}
-            sum{{ i }} = sum{{ i }} + dot(a.lo, subgroupBroadcast(x{{ i }}, {{ 2 * q }}u)) + dot(a.hi, subgroupBroadcast(x{{ i }}, {{ 2 * q + 1 }}u));
-            {% endfor %}
-        }
-        {% endfor %}
-    }
-    {% else %}
-    for (var g = 0u; g < params.groups; g = g + 1u) {
-        let a = load_factor8(factor.a, a_row + g, storage);
-        {% for i in range(tile) %}
-        sum{{ i }} = sum{{ i }} + dot(a.lo, x[x_row{{ i }} + g * 2u]) + dot(a.hi, x[x_row{{ i }} + g * 2u + 1u]);
-        {% endfor %}
-    }
-    {% endif %}
+    {% with input = "x", row = "x_row", load = "load_factor8(factor.a, ", storage = ", storage", per_lane = 1 %}
+    {% include "shared/walk.wgsl" %}
+    {% endwith %}
     if (r < padded_rank) {
         {% for i in range(tile) %}
         if (pair{{ i }} < params.rows) {
-            u[(pair{{ i }} * params.projections + projection) * params.max_rank + r] = select(0.0, sum{{ i }} * factor.scale, r < rank);
+            u[(pair{{ i }} * params.projections + projection) * params.max_rank + r] = select(0.0, sum{{ i }}_0 * factor.scale, r < rank);
         }
         {% endfor %}
     }

@@ -75,6 +75,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "shared/reduce.wgsl",
     "shared/align.wgsl",
     "shared/tiles.wgsl",
+    "shared/walk.wgsl",
     "route.wgsl",
     "localise.wgsl",
     "remap.wgsl",
