@@ -1,6 +1,7 @@
-// Grouped product y[p] = W[e(p)] x[row(p)]. An invocation owns {{ per_lane }} output columns of {{ tile }} pairs and walks along the
-// inner dimension in groups of eight, so a weight is decoded once for the whole tile. With `carriers` the values of x
-// are loaded by that many lanes and broadcast: on devices where loads cost more than arithmetic that is the difference.
+// Grouped product y[p] = W[e(p)] x[row(p)]. An invocation, or with `depth_lanes` a subgroup, owns {{ per_lane }} output columns of
+// {{ tile }} pairs and walks along the inner dimension in groups of eight, so a weight is decoded once for the whole tile.
+// With `carriers` the values of x are loaded by that many lanes and broadcast: on devices where loads cost more than
+// arithmetic that is the difference. With `depth_lanes` neighbouring lanes read neighbouring weights: on a GPU that is.
 // The activation, combine and attention stages read y.
 struct ExpertGemmParams {
     // P, or T when dense.
@@ -38,8 +39,11 @@ struct ExpertGemmParams {
 fn main(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,
-    {% if carriers %}
+    {% if carriers or depth_lanes %}
     @builtin(subgroup_invocation_id) subgroup_lane: u32,
+    {% endif %}
+    {% if depth_lanes %}
+    @builtin(subgroup_id) subgroup: u32,
     {% endif %}
 ) {
     {% include "shared/tiles.wgsl" %}
@@ -48,7 +52,11 @@ fn main(
     }
     let expert = u32(label) - params.first;
     {% for j in range(per_lane) %}
+    {% if depth_lanes %}
+    let column{{ j }} = (workgroup.x * {{ lanes // depth_lanes }}u + subgroup) * {{ per_lane }}u + {{ j }}u;
+    {% else %}
     let column{{ j }} = (workgroup.x * {{ per_lane }}u + {{ j }}u) * {{ lanes }}u + lane;
+    {% endif %}
     let w_row{{ j }} = (expert * params.out_rows + min(column{{ j }}, params.out_rows - 1u)) * params.groups;
     {% for i in range(tile) %}
     var sum{{ i }}_{{ j }} = 0.0;
@@ -63,7 +71,7 @@ fn main(
     {% for j in range(per_lane) %}
     if (column{{ j }} < params.out_rows) {
         {% for i in range(tile) %}
-        if (pair{{ i }} < params.rows) {
+        if (pair{{ i }} < params.rows{% if depth_lanes %} && subgroup_lane == {{ (i * per_lane + j) % depth_lanes }}u{% endif %}) {
             let at = pair{{ i }} * params.y_stride + params.out_begin + column{{ j }};
             if (params.accumulate != 0u) {
                 y[at] = y[at] + sum{{ i }}_{{ j }};

@@ -30,39 +30,57 @@ struct LoraShrinkParams {
 fn main(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,
-    {% if carriers %}
+    {% if carriers or depth_lanes %}
     @builtin(subgroup_invocation_id) subgroup_lane: u32,
+    {% endif %}
+    {% if depth_lanes %}
+    @builtin(subgroup_id) subgroup: u32,
     {% endif %}
 ) {
     {% include "shared/tiles.wgsl" %}
     if (label < 0 || label >= i32(params.buckets)) {
         return;
     }
-    let rank_tiles = (params.max_rank + {{ lanes }}u - 1u) / {{ lanes }}u;
+    // Rows of A that a workgroup takes.
+    {% if depth_lanes %}
+    let block = {{ lanes // depth_lanes * per_lane }}u;
+    {% else %}
+    let block = {{ lanes }}u;
+    {% endif %}
+    let rank_tiles = (params.max_rank + block - 1u) / block;
     let projection = workgroup.x / rank_tiles;
     let factor = index[params.index_base + u32(label) * params.projections + projection];
     let rank = factor.rank_type & 0xffffu;
     let storage = factor.rank_type >> 16u;
-    let r_begin = workgroup.x % rank_tiles * {{ lanes }}u;
+    let r_begin = workgroup.x % rank_tiles * block;
     // u is read in whole vec4: the rows up to the next multiple of eight are written as 0.
     let padded_rank = (rank + 7u) / 8u * 8u;
     if (r_begin >= padded_rank) {
         return;
     }
-    let r = r_begin + lane;
     let groups = params.groups;
-    let w_row0 = min(r, rank - 1u) * groups;
+    {% for j in range(per_lane) %}
+    {% if depth_lanes %}
+    let r{{ j }} = r_begin + subgroup * {{ per_lane }}u + {{ j }}u;
+    {% else %}
+    let r{{ j }} = r_begin + lane;
+    {% endif %}
+    let w_row{{ j }} = min(r{{ j }}, rank - 1u) * groups;
     {% for i in range(tile) %}
-    var sum{{ i }}_0 = 0.0;
+    var sum{{ i }}_{{ j }} = 0.0;
     {% endfor %}
-    {% with input = "x", row = "x_row", load = "load_factor8(factor.a, ", storage = ", storage", per_lane = 1 %}
+    {% endfor %}
+    {% with input = "x", row = "x_row", load = "load_factor8(factor.a, ", storage = ", storage" %}
     {% include "shared/walk.wgsl" %}
     {% endwith %}
-    if (r < padded_rank) {
+    {% for j in range(per_lane) %}
+    if (r{{ j }} < padded_rank) {
         {% for i in range(tile) %}
-        if (pair{{ i }} < params.rows) {
-            u[(pair{{ i }} * params.projections + projection) * params.max_rank + r] = select(0.0, sum{{ i }}_0 * factor.scale, r < rank);
+        if (pair{{ i }} < params.rows{% if depth_lanes %} && subgroup_lane == {{ (i * per_lane + j) % depth_lanes }}u{% endif %}) {
+            let at = (pair{{ i }} * params.projections + projection) * params.max_rank + r{{ j }};
+            u[at] = select(0.0, sum{{ i }}_{{ j }} * factor.scale, r{{ j }} < rank);
         }
         {% endfor %}
     }
+    {% endfor %}
 }

@@ -56,6 +56,7 @@ fn devices() -> Vec<Capabilities> {
                 row_lanes: fixed.unwrap_or(64),
                 one_subgroup: fixed.is_some(),
                 gemm_lanes,
+                along_depth: fixed.is_some() && gemm_lanes == 64,
                 macs_per_submission: 1 << 30,
             });
         }

@@ -116,9 +116,21 @@ pub fn dense_tile(rows: usize) -> usize {
     }
 }
 
-/// Output columns of an invocation: two where a tile is high enough to pay for it.
-fn per_lane(tile: usize) -> u32 {
-    if tile >= 4 { 2 } else { 1 }
+/// Output columns of an invocation (of a subgroup, when its lanes lie along the depth): several share the loads of x.
+fn per_lane(caps: &Capabilities, tile: usize) -> u32 {
+    match (caps.along_depth, tile) {
+        (true, _) => 4,
+        (false, 0..4) => 1,
+        (false, _) => 2,
+    }
+}
+
+/// Subgroups of a workgroup whose lanes lie along the depth.
+const SUBGROUPS: u32 = 4;
+
+/// Invocations of a workgroup, and of those the ones along the depth (0: none).
+pub(crate) fn lanes(caps: &Capabilities) -> [u32; 2] {
+    if caps.along_depth { [caps.row_lanes * SUBGROUPS, caps.row_lanes] } else { [caps.gemm_lanes, 0] }
 }
 
 /// Lanes that carry x: every device with subgroups has at least four, and eight need fewer loads.
@@ -138,15 +150,17 @@ pub fn vars(caps: &Capabilities, dtype: DType, rows: &'static str, tile: usize) 
         ("dtype", dtype.name().into()),
         ("rows", rows.into()),
         ("tile", (tile as u32).into()),
-        ("per_lane", per_lane(tile).into()),
-        ("lanes", caps.gemm_lanes.into()),
+        ("per_lane", per_lane(caps, tile).into()),
+        ("lanes", lanes(caps)[0].into()),
+        ("depth_lanes", lanes(caps)[1].into()),
         ("carriers", carriers(caps).into()),
     ]
 }
 
 /// Column tiles of a product with `out_rows` rows of weights at tile height `tile`.
 pub fn column_tiles(caps: &Capabilities, out_rows: usize, tile: usize) -> u32 {
-    out_rows.div_ceil((caps.gemm_lanes * per_lane(tile)) as usize) as u32
+    let owners = if caps.along_depth { SUBGROUPS } else { caps.gemm_lanes };
+    out_rows.div_ceil((owners * per_lane(caps, tile)) as usize) as u32
 }
 
 impl Weights {

@@ -1,7 +1,7 @@
 //! Un-merged adapters: shrink to the rank, expand and add. Pairs of different adapters and ranks share one batch.
 
 use crate::error::Result;
-use crate::kernels::expert_gemm::{Rows, carriers};
+use crate::kernels::expert_gemm::{self, Rows, carriers};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
@@ -122,8 +122,24 @@ pub struct Lora<'a> {
     pub y_stride: usize,
 }
 
-/// The variables of one variant, the same for shrink and expand.
-pub fn vars(caps: &Capabilities, rows: &'static str, tile: usize) -> Vars {
+/// Rows of A that a subgroup of the shrink takes when its lanes lie along the depth.
+const SHRINK_ROWS: u32 = 4;
+
+/// The variables of one variant of the shrink, whose rows are long.
+pub fn shrink_vars(caps: &Capabilities, rows: &'static str, tile: usize) -> Vars {
+    let [lanes, depth_lanes] = expert_gemm::lanes(caps);
+    vec![
+        ("rows", rows.into()),
+        ("tile", (tile as u32).into()),
+        ("per_lane", if caps.along_depth { SHRINK_ROWS } else { 1 }.into()),
+        ("lanes", lanes.into()),
+        ("depth_lanes", depth_lanes.into()),
+        ("carriers", carriers(caps).into()),
+    ]
+}
+
+/// The variables of one variant of the expand, whose rows are as short as the rank.
+pub fn expand_vars(caps: &Capabilities, rows: &'static str, tile: usize) -> Vars {
     vec![
         ("rows", rows.into()),
         ("tile", (tile as u32).into()),
@@ -135,7 +151,9 @@ pub fn vars(caps: &Capabilities, rows: &'static str, tile: usize) -> Vars {
 /// Column tiles of the shrink and of the expand, to announce to an alignment.
 pub fn column_tiles(caps: &Capabilities, site: &LoraSite, max_rank: usize) -> [u32; 2] {
     let lanes = caps.gemm_lanes as usize;
-    let shrink = site.out_dims.len() * max_rank.next_multiple_of(8).div_ceil(lanes);
+    let [width, depth_lanes] = expert_gemm::lanes(caps);
+    let block = width.checked_div(depth_lanes).map_or(lanes, |subgroups| (subgroups * SHRINK_ROWS) as usize);
+    let shrink = site.out_dims.len() * max_rank.next_multiple_of(8).div_ceil(block);
     let expand: usize = site.out_dims.iter().map(|n| n.div_ceil(lanes)).sum();
     [shrink as u32, expand as u32]
 }
@@ -151,9 +169,9 @@ impl Lora<'_> {
         }
         let caps = rec.gpu().capabilities().clone();
         let tile = if let Rows::Tiles(aligned) = self.select { aligned.tile } else { 1 };
-        let vars = vars(&caps, self.select.name(), tile);
-        let shrink = pipeline(rec.gpu(), &LORA_SHRINK, vars.clone())?;
-        let expand = pipeline(rec.gpu(), &LORA_EXPAND, vars)?;
+        let rows = self.select.name();
+        let shrink = pipeline(rec.gpu(), &LORA_SHRINK, shrink_vars(&caps, rows, tile))?;
+        let expand = pipeline(rec.gpu(), &LORA_EXPAND, expand_vars(&caps, rows, tile))?;
         let projections = self.site.out_dims.len();
         let max_rank = self.max_rank.next_multiple_of(8);
         let u = rec.scratch("lora u", (self.rows * projections * max_rank * 4) as u64)?;

@@ -36,8 +36,8 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
         all.push((&embed::EMBED, embed::vars(dtype)));
     }
     for (rows, tile) in PAIRS {
-        all.push((&lora::LORA_SHRINK, lora::vars(caps, rows, tile)));
-        all.push((&lora::LORA_EXPAND, lora::vars(caps, rows, tile)));
+        all.push((&lora::LORA_SHRINK, lora::shrink_vars(caps, rows, tile)));
+        all.push((&lora::LORA_EXPAND, lora::expand_vars(caps, rows, tile)));
     }
     let clamped = Activation::SwigluClamped { alpha: 1.702, limit: 7.0 };
     for kind in [Activation::Silu, Activation::Gelu, clamped, Activation::ReluSquared] {

@@ -20,6 +20,9 @@ pub struct Capabilities {
     pub one_subgroup: bool,
     /// Invocations of a matrix-product workgroup.
     pub gemm_lanes: u32,
+    /// The lanes of a product lie along the rows of the weights, a subgroup a run of rows: where memory is read in cache
+    /// lines. Else each lane has rows of its own: where every lane's load costs, as in software. Needs `one_subgroup`.
+    pub along_depth: bool,
     /// Multiply-accumulates that one submission may hold (a desktop driver resets a device after about two seconds).
     pub macs_per_submission: u64,
 }
@@ -60,6 +63,7 @@ impl Capabilities {
             row_lanes: if one_subgroup { min } else { 64 },
             one_subgroup,
             gemm_lanes: if info.software { 16 } else { 64 },
+            along_depth: one_subgroup && !info.software,
             macs_per_submission: if info.software { 100_000_000 } else { 200_000_000_000 },
         })
     }

@@ -19,18 +19,23 @@ pub fn every_tier() -> Vec<Gpu> {
     tiers.into_iter().map(|tier| Gpu::new(&GpuOptions { device: device.clone(), tier: Some(tier) }).unwrap()).collect()
 }
 
-/// Every tier, and on each also the variants of a device with wide products and without a fixed subgroup size.
+/// Every tier, and on each also the variants of a device with wide products and without a fixed subgroup size, and
+/// products whose lanes lie the other way.
 pub fn every_variant() -> Vec<Gpu> {
     let mut all = every_tier();
     for i in 0..all.len() {
-        let own = all[i].capabilities();
+        let own = all[i].capabilities().clone();
         let wide = if own.gemm_lanes == 64 { 16 } else { 64 };
         all.push(all[i].with_capabilities(Capabilities {
             row_lanes: 64,
             one_subgroup: false,
+            along_depth: false,
             gemm_lanes: wide,
             ..own.clone()
         }));
+        if own.one_subgroup {
+            all.push(all[i].with_capabilities(Capabilities { along_depth: !own.along_depth, ..own.clone() }));
+        }
     }
     all
 }
