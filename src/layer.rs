@@ -67,7 +67,7 @@ impl LoraBatch {
     ) -> Result<Self> {
         let Some(tile) = rows::tile(tokens, self.adapters) else { return Ok(self) };
         let caps = rec.gpu().capabilities().clone();
-        let columns: Vec<u32> = sites.flat_map(|s| lora::column_tiles(&caps, s, self.max_rank)).collect();
+        let columns: Vec<u32> = sites.flat_map(|s| lora::column_tiles(&caps, s, self.max_rank, tile)).collect();
         let align = Align {
             pairs: tokens,
             buckets: self.slots,
@@ -315,7 +315,7 @@ impl MoeLayer {
         let Some(tile) = rows::tile(pairs, self.experts * batch.adapters) else { return Ok(None) };
         let columns: Vec<u32> = [&sites.gate_up, &sites.down]
             .into_iter()
-            .flat_map(|s| lora::column_tiles(caps, s, batch.max_rank))
+            .flat_map(|s| lora::column_tiles(caps, s, batch.max_rank, tile))
             .collect();
         let buckets = batch.slots * self.experts;
         Align { pairs, buckets, tile, label: "virtual tiles", work_label: "align work", ids, columns: &columns }

@@ -133,7 +133,7 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
         let aligned = match case.tile {
             None => None,
             Some(tile) => {
-                let columns = column_tiles(gpu.capabilities(), &site, max_rank);
+                let columns = column_tiles(gpu.capabilities(), &site, max_rank, tile);
                 let (label, work_label) = ("tiles", "work");
                 Some(
                     Align { pairs, buckets, tile, label, work_label, ids: &ids_view, columns: &columns }

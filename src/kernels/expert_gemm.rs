@@ -118,19 +118,24 @@ pub fn dense_tile(rows: usize) -> usize {
 
 /// Output columns of an invocation (of a subgroup, when its lanes lie along the depth): several share the loads of x.
 fn per_lane(caps: &Capabilities, tile: usize) -> u32 {
-    match (caps.along_depth, tile) {
+    match (along_depth(caps, tile), tile) {
         (true, _) => 4,
         (false, 0..4) => 1,
         (false, _) => 2,
     }
 }
 
+/// High tiles are bound by arithmetic, and there columns of their own need no sums over lanes.
+pub(crate) fn along_depth(caps: &Capabilities, tile: usize) -> bool {
+    caps.along_depth && tile < 8
+}
+
 /// Subgroups of a workgroup whose lanes lie along the depth.
 const SUBGROUPS: u32 = 4;
 
 /// Invocations of a workgroup, and of those the ones along the depth (0: none).
-pub(crate) fn lanes(caps: &Capabilities) -> [u32; 2] {
-    if caps.along_depth { [caps.row_lanes * SUBGROUPS, caps.row_lanes] } else { [caps.gemm_lanes, 0] }
+pub(crate) fn lanes(caps: &Capabilities, tile: usize) -> [u32; 2] {
+    if along_depth(caps, tile) { [caps.row_lanes * SUBGROUPS, caps.row_lanes] } else { [caps.gemm_lanes, 0] }
 }
 
 /// Lanes that carry x: every device with subgroups has at least four, and eight need fewer loads.
@@ -151,15 +156,15 @@ pub fn vars(caps: &Capabilities, dtype: DType, rows: &'static str, tile: usize) 
         ("rows", rows.into()),
         ("tile", (tile as u32).into()),
         ("per_lane", per_lane(caps, tile).into()),
-        ("lanes", lanes(caps)[0].into()),
-        ("depth_lanes", lanes(caps)[1].into()),
+        ("lanes", lanes(caps, tile)[0].into()),
+        ("depth_lanes", lanes(caps, tile)[1].into()),
         ("carriers", carriers(caps).into()),
     ]
 }
 
 /// Column tiles of a product with `out_rows` rows of weights at tile height `tile`.
 pub fn column_tiles(caps: &Capabilities, out_rows: usize, tile: usize) -> u32 {
-    let owners = if caps.along_depth { SUBGROUPS } else { caps.gemm_lanes };
+    let owners = if along_depth(caps, tile) { SUBGROUPS } else { caps.gemm_lanes };
     out_rows.div_ceil((owners * per_lane(caps, tile)) as usize) as u32
 }
 

@@ -127,11 +127,11 @@ const SHRINK_ROWS: u32 = 4;
 
 /// The variables of one variant of the shrink, whose rows are long.
 pub fn shrink_vars(caps: &Capabilities, rows: &'static str, tile: usize) -> Vars {
-    let [lanes, depth_lanes] = expert_gemm::lanes(caps);
+    let [lanes, depth_lanes] = expert_gemm::lanes(caps, tile);
     vec![
         ("rows", rows.into()),
         ("tile", (tile as u32).into()),
-        ("per_lane", if caps.along_depth { SHRINK_ROWS } else { 1 }.into()),
+        ("per_lane", if depth_lanes > 0 { SHRINK_ROWS } else { 1 }.into()),
         ("lanes", lanes.into()),
         ("depth_lanes", depth_lanes.into()),
         ("carriers", carriers(caps).into()),
@@ -149,9 +149,9 @@ pub fn expand_vars(caps: &Capabilities, rows: &'static str, tile: usize) -> Vars
 }
 
 /// Column tiles of the shrink and of the expand, to announce to an alignment.
-pub fn column_tiles(caps: &Capabilities, site: &LoraSite, max_rank: usize) -> [u32; 2] {
+pub fn column_tiles(caps: &Capabilities, site: &LoraSite, max_rank: usize, tile: usize) -> [u32; 2] {
     let lanes = caps.gemm_lanes as usize;
-    let [width, depth_lanes] = expert_gemm::lanes(caps);
+    let [width, depth_lanes] = expert_gemm::lanes(caps, tile);
     let block = width.checked_div(depth_lanes).map_or(lanes, |subgroups| (subgroups * SHRINK_ROWS) as usize);
     let shrink = site.out_dims.len() * max_rank.next_multiple_of(8).div_ceil(block);
     let expand: usize = site.out_dims.iter().map(|n| n.div_ceil(lanes)).sum();
@@ -176,7 +176,7 @@ impl Lora<'_> {
         let max_rank = self.max_rank.next_multiple_of(8);
         let u = rec.scratch("lora u", (self.rows * projections * max_rank * 4) as u64)?;
         let (ids, expert_base, sorted_base) = self.select.ids(self.x);
-        let [shrink_columns, expand_columns] = column_tiles(&caps, self.site, max_rank);
+        let [shrink_columns, expand_columns] = column_tiles(&caps, self.site, max_rank, tile);
         let grid = |columns: u32| match self.select {
             Rows::Tiles(aligned) => aligned.grid(columns),
             _ => Ok(Grid::folded(columns, self.rows as u32)),
