@@ -82,6 +82,17 @@ pub struct GpuInfo {
     pub software: bool,
 }
 
+impl GpuInfo {
+    /// Whether `text` means this one of `n` devices: its index, else a part of its name in any case. A number that is no
+    /// index can be part of a name, as in `4090`.
+    pub fn matches(&self, text: &str, n: usize) -> bool {
+        match text.parse::<usize>() {
+            Ok(index) if index < n => self.index == index,
+            _ => self.name.to_lowercase().contains(&text.to_lowercase()),
+        }
+    }
+}
+
 /// Which device to open, and how.
 #[derive(Debug, Clone, Default)]
 pub struct GpuOptions {
@@ -208,6 +219,8 @@ impl Gpu {
             })
             .await
             .map_err(|e| Error::new(ErrorKind::Device, format!("device `{}`: {e}", adapter.get_info().name)))?;
+        // Only on a device of our own: a caller's device keeps the caller's handler.
+        device.on_uncaptured_error(Arc::new(|e| log::error!("device: {e}")));
         Self::build(adapter, device, queue, index, options.tier)
     }
 
@@ -263,7 +276,6 @@ impl Gpu {
             ));
         }
         let capabilities = Capabilities::new(&info, &limits, adapter.get_downlevel_capabilities().flags, tier)?;
-        device.on_uncaptured_error(Arc::new(|e| log::error!("device: {e}")));
         Ok(Self {
             inner: Arc::new(Inner {
                 device,
@@ -377,13 +389,9 @@ impl Gpu {
 }
 
 fn choose(text: &str, all: &[wgpu::Adapter]) -> Result<usize> {
-    let names: Vec<String> = all.iter().map(|a| a.get_info().name).collect();
-    let found = match text.parse::<usize>() {
-        Ok(index) => (index < all.len()).then_some(index),
-        Err(_) => names.iter().position(|n| n.to_lowercase().contains(&text.to_lowercase())),
-    };
-    found.ok_or_else(|| {
-        let listed: Vec<String> = names.iter().enumerate().map(|(i, n)| format!("{i} = {n}")).collect();
+    let infos: Vec<GpuInfo> = all.iter().enumerate().map(|(i, a)| describe(i, a)).collect();
+    infos.iter().position(|info| info.matches(text, all.len())).ok_or_else(|| {
+        let listed: Vec<String> = infos.iter().map(|info| format!("{} = {}", info.index, info.name)).collect();
         Error::new(ErrorKind::Device, format!("device `{text}`: not found; this machine has {}", listed.join(", ")))
     })
 }

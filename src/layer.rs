@@ -2,7 +2,7 @@
 
 use crate::activation::Activation;
 use crate::adapter::sites::LayerSites;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::activation::Activate;
 use crate::kernels::align::{Align, Aligned};
 use crate::kernels::combine::Combine;
@@ -30,7 +30,7 @@ pub struct MoeLayer {
     pub router: Weights,
     /// Selection rule.
     pub options: RouteOptions,
-    /// gate rows, then up rows of each expert: `[E_l, 2F, D]`.
+    /// gate rows, then up rows of each expert (interleaved for the clamped swiglu): `[E_l, 2F, D]`.
     pub gate_up: Weights,
     /// `[E_l, D, F]`.
     pub down: Weights,
@@ -137,8 +137,11 @@ impl MoeLayer {
     /// Records the layer into the caller's pass. Nothing is submitted.
     ///
     /// # Errors
-    /// When the device refuses a shader or has no room for scratch.
+    /// [`ErrorKind::Unsupported`] for experts without a gate; when the device refuses a shader or has no room for scratch.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, t: &MoeTensors<'_>) -> Result<()> {
+        if self.activation == Activation::ReluSquared {
+            return Err(Error::new(ErrorKind::Unsupported, "layer: experts without a gate are not implemented"));
+        }
         let MoeShape { experts: e, top_k: a, hidden: d, expert_width: f } = self.shape;
         let caps = rec.gpu().capabilities().clone();
         let pairs = t.tokens * a;

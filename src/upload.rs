@@ -49,7 +49,8 @@ impl<'a> Uploader<'a> {
                 self.settle()?;
             }
         }
-        (self.progress)(self.done, self.total);
+        // Norms grow from 16 to 32 bits on the way.
+        (self.progress)(self.done.min(self.total), self.total);
         Ok(())
     }
 
@@ -89,7 +90,7 @@ impl<'a> Uploader<'a> {
         let row_bytes = (in_dim * dtype.size()) as u64;
         let mut pieces = Vec::new();
         let mut buffers: Vec<wgpu::Buffer> = Vec::new();
-        for piece in cut(count, out_dim, row_bytes, self.gpu.info().max_binding_bytes)? {
+        for piece in cut(count, out_dim, row_bytes, self.gpu.capabilities().max_binding_bytes)? {
             let bytes = (piece.count * piece.rows) as u64 * row_bytes;
             let buffer = self.gpu.buffer(label, bytes, wgpu::BufferUsages::empty())?;
             pieces.push((piece, View::whole(&buffer)));

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use wgmoe::engine::SequenceId;
+use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::{
     Adapter, Checkpoint, Engine, EngineOptions, ErrorKind, Event, FinishReason, Gpu, Model, Request, Sampling,
 };
@@ -273,5 +274,38 @@ fn a_full_cache_makes_sequences_wait_and_a_full_context_ends_them() {
             assert_eq!(error.kind(), ErrorKind::Request);
             assert!(error.to_string().contains(word), "{error}");
         }
+    }
+}
+
+#[test]
+fn adapters_that_do_not_fit_together_take_turns() {
+    for gpu in device::every_tier() {
+        // A layer of `mirror` takes about 280 KiB, one of `piglatin` 350. The experts' weights come in pieces, too.
+        let limit = 400 << 10;
+        let small = gpu.with_capabilities(Capabilities { max_binding_bytes: limit, ..gpu.capabilities().clone() });
+        let mut engine = with_adapters(&small, EngineOptions { max_sequences: 4, ..EngineOptions::default() });
+        assert!(engine.options().max_step_tokens < 64, "{:?}", engine.options());
+        let mut outcome = Outcome::default();
+        let sent: Vec<SequenceId> = ["mirror", "piglatin", "mirror", "rot13"]
+            .map(|name| engine.submit(greedy(&engine, Some(name), "minus one")).unwrap())
+            .into();
+        drain(&mut engine, &mut outcome);
+        for (id, expected) in sent.iter().zip(["eno sunim.", "inusmay oneway.", "eno sunim.", "zvahf bar."]) {
+            assert_eq!(text(&outcome.tokens[id]), expected, "{}", gpu.tier());
+        }
+    }
+}
+
+#[test]
+fn an_adapter_opened_for_another_model_is_refused() {
+    for gpu in device::every_tier().into_iter().take(1) {
+        let mut engine = engine(&gpu, EngineOptions::default());
+        let other = Path::new("tests/data/tiny/qwen3_moe");
+        let config = Checkpoint::open(other).unwrap().config().clone();
+        let stranger = Adapter::open(&other.join("adapters/attn_only"), &config).unwrap();
+        let error = engine.load_adapter("stranger", &stranger).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Adapter);
+        assert!(error.to_string().contains("layer 0 Q"), "{error}");
+        assert!(engine.adapter("stranger").is_none());
     }
 }

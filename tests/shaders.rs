@@ -51,7 +51,6 @@ fn devices() -> Vec<Capabilities> {
             all.push(Capabilities {
                 tier: if subgroup { Tier::Subgroup } else { Tier::Baseline },
                 max_binding_bytes: 128 << 20,
-                uniform_alignment: 256,
                 subgroup,
                 row_lanes: fixed.unwrap_or(64),
                 one_subgroup: fixed.is_some(),

@@ -1,11 +1,11 @@
-//! Adapters on the device: slots, pins, eviction. A load is planned whole before a byte is written.
+//! Adapters on the device: slots, pins, eviction. Room for all layers is made before a byte is written.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::adapter::free_list::FreeList;
 use crate::adapter::sites::LayerSites;
-use crate::adapter::{Adapter, Matrix};
+use crate::adapter::{Adapter, MAX_RANK, Matrix};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::gpu::Gpu;
@@ -58,6 +58,7 @@ pub struct AdapterPool {
     layers: Vec<LayerPool>,
     slots: Vec<Option<Slot>>,
     clock: u64,
+    growths: u64,
 }
 
 impl AdapterPool {
@@ -77,7 +78,7 @@ impl AdapterPool {
                 Ok(LayerPool { sites, placement, factors, capacity: 0, free: FreeList::default() })
             })
             .collect::<Result<_>>()?;
-        Ok(Self { gpu: gpu.clone(), layers, slots: (0..slots).map(|_| None).collect(), clock: 0 })
+        Ok(Self { gpu: gpu.clone(), layers, slots: (0..slots).map(|_| None).collect(), clock: 0, growths: 0 })
     }
 
     /// L.
@@ -100,21 +101,52 @@ impl AdapterPool {
         self.slots.iter().position(|s| s.as_ref().is_some_and(|s| s.id == id))
     }
 
-    /// Makes `adapter` resident and pins it: it stays until [`AdapterPool::unpin`]. `None` when every slot is pinned.
+    /// How often a layer's buffer was replaced by a larger one.
+    pub fn growths(&self) -> u64 {
+        self.growths
+    }
+
+    /// Checks that every factor of `adapter` has a place in this model and the shape of it.
     ///
     /// # Errors
-    /// [`ErrorKind::Limit`] or [`ErrorKind::OutOfMemory`] when the factors do not fit; nothing has changed then.
+    /// [`ErrorKind::Adapter`] naming the first factor that does not fit.
+    pub fn check(&self, adapter: &Adapter) -> Result<()> {
+        for f in &adapter.factors {
+            let place = || format!("layer {} {:?} {}", f.layer, f.site, f.expert);
+            let fail = |what: String| Err(Error::new(ErrorKind::Adapter, format!("{}: {what}", place())));
+            let Some(layer) = self.layers.get(f.layer) else { return fail("the model has no such layer".into()) };
+            let experts = layer.placement.as_ref().map_or(0, Placement::experts);
+            let Some([out, input]) = layer.sites.shape(f.site, layer.placement.is_some()) else {
+                return fail("the layer has no such projection".into());
+            };
+            if is_expert(f.site) && f.expert >= experts {
+                return fail(format!("expected an expert below {experts}"));
+            }
+            if [f.a.rows, f.a.cols, f.b.rows, f.b.cols] != [f.rank, input, out, f.rank] || f.rank > MAX_RANK {
+                let got = format!("[{}, {}] and [{}, {}]", f.a.rows, f.a.cols, f.b.rows, f.b.cols);
+                return fail(format!("expected A [{}, {input}] and B [{out}, {}], got {got}", f.rank, f.rank));
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes `adapter` resident and pins it: it stays until [`AdapterPool::unpin`]. `None` when it has to wait until
+    /// something is unpinned: every slot is pinned, or what is pinned leaves no room.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Limit`] or [`ErrorKind::OutOfMemory`] when the factors do not fit even alone.
     pub fn pin(&mut self, id: AdapterId, adapter: &Adapter) -> Result<Option<usize>> {
         self.clock += 1;
         let slot = match self.resident(id) {
             Some(slot) => slot,
-            None => match self.victim() {
-                None => return Ok(None),
-                Some(slot) => {
-                    self.load(slot, id, adapter)?;
-                    slot
+            None => {
+                let Some(slot) = self.victim() else { return Ok(None) };
+                if !self.make_room(slot, adapter)? {
+                    return Ok(None);
                 }
-            },
+                self.load(slot, id, adapter)?;
+                slot
+            }
         };
         if let Some(held) = &mut self.slots[slot] {
             held.pins += 1;
@@ -146,14 +178,7 @@ impl AdapterPool {
 
     /// An empty slot, else the least recently used one that nothing pins.
     fn victim(&self) -> Option<usize> {
-        self.slots.iter().position(Option::is_none).or_else(|| {
-            let unpinned = self
-                .slots
-                .iter()
-                .enumerate()
-                .filter_map(|(i, s)| s.as_ref().filter(|s| s.pins == 0).map(|s| (s.last_use, i)));
-            unpinned.min().map(|(_, i)| i)
-        })
+        self.slots.iter().position(Option::is_none).or_else(|| self.idle().next())
     }
 
     fn release(&mut self, slot: usize) {
@@ -164,25 +189,63 @@ impl AdapterPool {
         }
     }
 
-    /// Queue writes run in order: steps already submitted still see the old factors, later ones only the new.
-    fn load(&mut self, slot: usize, id: AdapterId, adapter: &Adapter) -> Result<()> {
-        let images: Vec<LayerImage> =
-            (0..self.layers.len()).map(|layer| self.layers[layer].image(layer, adapter)).collect();
-        // Room for every layer first; the old tenant goes only when the new one is certain to fit.
-        for (layer, image) in images.iter().enumerate() {
-            self.layers[layer].reserve(&self.gpu, image.words.len() as u64 / WORD)?;
+    /// Makes room for `adapter` in every layer: by growing, else by evicting what nothing pins, first the tenant of `slot`,
+    /// then the least recently used. False when what is pinned is in the way.
+    fn make_room(&mut self, slot: usize, adapter: &Adapter) -> Result<bool> {
+        let sizes: Vec<u64> = self
+            .layers
+            .iter()
+            .enumerate()
+            .map(|(layer, pool)| pool.image(layer, adapter).words.len() as u64 / WORD)
+            .collect();
+        let mut next = Some(slot);
+        loop {
+            let refused =
+                self.layers.iter_mut().zip(&sizes).find_map(|(pool, words)| match pool.reserve(&self.gpu, *words) {
+                    Ok(grown) => {
+                        self.growths += u64::from(grown);
+                        None
+                    }
+                    Err(e) => Some(e),
+                });
+            let Some(error) = refused else {
+                self.release(slot);
+                return Ok(true);
+            };
+            match next.take().or_else(|| self.idle().find(|i| self.slots[*i].is_some())) {
+                Some(evicted) => self.release(evicted),
+                None if self.slots.iter().flatten().any(|s| s.pins > 0) => return Ok(false),
+                None => return Err(error),
+            }
         }
-        self.release(slot);
+    }
+
+    /// Slots with a tenant that nothing pins, least recently used first.
+    fn idle(&self) -> impl Iterator<Item = usize> {
+        let mut idle: Vec<(u64, usize)> = self
+            .slots
+            .iter()
+            .enumerate()
+            .filter_map(|(i, s)| s.as_ref().filter(|s| s.pins == 0).map(|s| (s.last_use, i)))
+            .collect();
+        idle.sort_unstable();
+        idle.into_iter().map(|(_, i)| i)
+    }
+
+    /// Queue writes run in order: steps already submitted still see the old factors, later ones only the new. A layer at
+    /// a time, so that staging memory stays bounded.
+    fn load(&mut self, slot: usize, id: AdapterId, adapter: &Adapter) -> Result<()> {
         let mut ranges = Vec::new();
-        for (layer, image) in images.iter().enumerate() {
-            let pool = &mut self.layers[layer];
+        for (layer, pool) in self.layers.iter_mut().enumerate() {
+            let image = pool.image(layer, adapter);
             let size = image.words.len() as u64 / WORD;
             let begin = pool
                 .free
                 .take(size)
                 .ok_or_else(|| Error::new(ErrorKind::Limit, "adapter pool: reserved room is gone"))?;
             ranges.push((layer, begin, size));
-            pool.publish(&self.gpu, slot, begin, image);
+            pool.publish(&self.gpu, slot, begin, &image);
+            self.gpu.queue().submit([]);
         }
         let max_rank = adapter.factors.iter().map(|f| f.rank).max().unwrap_or(0);
         self.slots[slot] = Some(Slot { id, pins: 0, last_use: self.clock, max_rank, ranges });
@@ -224,20 +287,22 @@ impl LayerPool {
         image
     }
 
-    /// Makes sure that one range of `words` is free, growing the buffer where needed.
-    fn reserve(&mut self, gpu: &Gpu, words: u64) -> Result<()> {
+    /// Makes sure that one range of `words` is free, growing the buffer where needed; true when it grew.
+    fn reserve(&mut self, gpu: &Gpu, words: u64) -> Result<bool> {
         if let Some(begin) = self.free.take(words) {
             if words > 0 {
                 self.free.give(begin, words);
             }
-            return Ok(());
+            return Ok(false);
         }
-        let limit = gpu.info().max_binding_bytes.min(gpu.info().max_buffer_bytes) / WORD;
-        let wanted = (self.capacity * 2).max(self.capacity + words).min(limit);
-        if wanted < self.capacity + words {
+        let limit = gpu.capabilities().max_binding_bytes / WORD;
+        // What is free at the end counts towards the range.
+        let needed = self.capacity + words - self.free.tail(self.capacity);
+        let wanted = (self.capacity * 2).max(needed).min(limit);
+        if wanted < needed {
             let message = format!(
-                "adapter factors: {} bytes in one layer, the device's binding limit is {}; use fewer adapter slots",
-                (self.capacity + words) * WORD,
+                "adapter factors: {} bytes in one layer, the device's binding limit is {}",
+                needed * WORD,
                 limit * WORD
             );
             return Err(Error::new(ErrorKind::Limit, message));
@@ -253,7 +318,7 @@ impl LayerPool {
         self.factors.pool = View::whole(&grown);
         self.free.give(self.capacity, wanted - self.capacity);
         self.capacity = wanted;
-        Ok(())
+        Ok(true)
     }
 
     /// Writes the factors and every index entry of the slot, those that the adapter does not have included.

@@ -47,6 +47,25 @@ impl LayerSites {
         Self { qkv, o, router, gate_up, down, experts, slots, entries }
     }
 
+    /// `[out, in]` of a projection. `None` where the layer (with `routed` experts or a dense MLP) has no such projection.
+    pub fn shape(&self, site: Site, routed: bool) -> Option<[usize; 2]> {
+        let (of, projection) = match site {
+            Site::Q => (&self.qkv, 0),
+            Site::K => (&self.qkv, 1),
+            Site::V => (&self.qkv, 2),
+            Site::O => (&self.o, 0),
+            Site::Router => (self.router.as_ref()?, 0),
+            Site::Gate if !routed => (&self.gate_up, 0),
+            Site::Up if !routed => (&self.gate_up, 1),
+            Site::Down if !routed => (&self.down, 0),
+            Site::ExpertGate if routed => (&self.gate_up, 0),
+            Site::ExpertUp if routed => (&self.gate_up, 1),
+            Site::ExpertDown if routed => (&self.down, 0),
+            _ => return None,
+        };
+        Some([of.out_dims[projection], of.in_dim])
+    }
+
     /// The index entry of a projection; `expert` is this rank's id. `None` where the layer has no such projection.
     pub fn entry(&self, slot: usize, site: Site, expert: usize) -> Option<usize> {
         let (site, projection, experts) = match site {

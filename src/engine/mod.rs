@@ -1,7 +1,7 @@
 //! Sequences in one continuous batch: they join, leave and are cancelled between steps.
 //!
 //! [`Engine::begin_step`] records and submits one step and returns; [`Engine::poll`] collects what has finished.
-//! Neither blocks. Sampled ids stay on the device and feed the next step, so two steps can be on the way; a stop id is
+//! Neither waits for the device. Sampled ids stay on the device and feed the next step, so two steps can be on the way; a stop id is
 //! therefore seen one step late, and the step already begun is discarded for that sequence.
 
 mod in_flight;
@@ -24,16 +24,12 @@ use crate::kernels::rope::{AttentionShape, rotary_table};
 use crate::kernels::{Recording, View};
 use crate::model::cache::BLOCK_SIZE;
 use crate::model::{KvCache, Model};
+use crate::plan::memory::engine_sizes;
 use in_flight::InFlight;
 use sequence::Sequence;
 
 /// Steps that may be on the device at a time.
 const DEPTH: usize = 2;
-/// Bytes of keys and values that the default options may take.
-const DEFAULT_CACHE_BYTES: u64 = 4 << 30;
-/// Bytes of logits of one step.
-const LOGIT_BYTES: u64 = 64 << 20;
-
 /// Runs one model for many sequences.
 pub struct Engine {
     gpu: Gpu,
@@ -66,19 +62,12 @@ impl Engine {
     /// [`ErrorKind::Limit`] or [`ErrorKind::OutOfMemory`] when the device has no room for the cache.
     pub fn new(gpu: &Gpu, model: Model, mut options: EngineOptions) -> Result<Self> {
         let config = model.config();
-        let attend_bytes = KvCache::block_bytes(config);
-        options.max_sequences = options.max_sequences.clamp(1, 4096);
-        options.max_step_tokens = options.max_step_tokens.max(options.max_sequences);
-        if options.max_context == 0 {
-            options.max_context = config.max_positions;
-        }
-        options.max_context = options.max_context.min(config.max_positions);
-        // One binding holds the keys of a layer, so the binding limit bounds the cache; so does the default budget.
-        let per_binding = (gpu.info().max_binding_bytes / attend_bytes) as usize;
-        let budget = (DEFAULT_CACHE_BYTES / (attend_bytes * 2 * config.layers.len() as u64)) as usize;
-        let wanted = KvCache::blocks_for(options.max_context) * options.max_sequences;
-        let blocks = wanted.min(budget).min(per_binding).max(1);
-        options.max_context = options.max_context.min(blocks * BLOCK_SIZE);
+        let limit = gpu.capabilities().max_binding_bytes;
+        let EngineOptions { max_sequences, max_context, max_step_tokens, .. } = options;
+        let sizes = engine_sizes(config, limit, max_sequences, max_context, max_step_tokens, BLOCK_SIZE);
+        options.max_sequences = sizes.sequences;
+        options.max_context = sizes.max_context;
+        options.max_step_tokens = sizes.step_tokens;
         let max_blocks = KvCache::blocks_for(options.max_context);
         let attention = AttentionShape {
             heads: config.heads,
@@ -87,7 +76,7 @@ impl Engine {
             block_size: BLOCK_SIZE,
             max_blocks,
         };
-        let cache = KvCache::new(gpu, config, blocks)?;
+        let cache = KvCache::new(gpu, config, sizes.blocks)?;
         let storage = |label: &str, bytes: usize| {
             gpu.buffer(label, bytes as u64, wgpu::BufferUsages::empty()).map(|b| View::whole(&b))
         };
@@ -104,8 +93,6 @@ impl Engine {
             .map(|(sites, kind)| (sites, (*kind == MlpKind::Experts).then(|| model.placement.clone())))
             .collect();
         let pool = AdapterPool::new(gpu, layers, options.adapter_slots)?;
-        let logit_bytes = LOGIT_BYTES.min(gpu.info().max_binding_bytes);
-        let max_logit_rows = (logit_bytes / (config.vocab as u64 * 4)).max(options.max_sequences as u64) as usize;
         let free_rows = (0..options.max_sequences as u32).rev().collect();
         Ok(Self {
             gpu: gpu.clone(),
@@ -119,7 +106,7 @@ impl Engine {
             last_ids,
             block_table,
             status,
-            max_logit_rows,
+            max_logit_rows: sizes.logit_rows,
             adapters: HashMap::new(),
             names: HashMap::new(),
             sequences: BTreeMap::new(),
@@ -146,11 +133,17 @@ impl Engine {
         self.options.max_context
     }
 
+    /// The options in force, after they were fitted to the model and the device.
+    pub fn options(&self) -> &EngineOptions {
+        &self.options
+    }
+
     /// Registers an adapter under `name` and returns its id; it goes to the device when a sequence needs it. A name that
     /// is taken passes to the new adapter; sequences already submitted keep the old one.
     ///
     /// # Errors
-    /// [`ErrorKind::Limit`] when the engine has no adapter slots.
+    /// [`ErrorKind::Limit`] when the engine has no adapter slots, [`ErrorKind::Adapter`] when it was made for another
+    /// model.
     pub fn load_adapter(&mut self, name: &str, adapter: &Adapter) -> Result<AdapterId> {
         if self.options.adapter_slots == 0 {
             return Err(Error::new(
@@ -158,6 +151,7 @@ impl Engine {
                 format!("adapter `{name}`: the engine was made with 0 adapter slots"),
             ));
         }
+        self.pool.check(adapter).map_err(|e| e.within(format!("adapter `{name}`")))?;
         let id = AdapterId(self.next_id);
         self.next_id += 1;
         if let Some(old) = self.names.insert(name.to_owned(), id) {
@@ -204,7 +198,7 @@ impl Engine {
     pub fn check(&self, request: &Request) -> Result<()> {
         request.check(self.config(), self.options.max_context)?;
         match request.adapter {
-            Some(id) if !self.adapters.contains_key(&id) => {
+            Some(id) if !self.names.values().any(|known| *known == id) => {
                 Err(Error::new(ErrorKind::Adapter, "the adapter is not loaded"))
             }
             _ => Ok(()),

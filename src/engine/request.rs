@@ -4,14 +4,17 @@ use crate::adapter::pool::AdapterId;
 use crate::checkpoint::ModelConfig;
 use crate::error::{Error, ErrorKind, Result};
 
-/// Sizes of an engine. 0 where noted means: chosen by the engine.
+/// Sizes of an engine. They are fitted to the model and the device: [`Engine::options`](crate::engine::Engine::options)
+/// tells what is in force.
 #[derive(Debug, Clone)]
 pub struct EngineOptions {
-    /// Sequences that run together; more wait.
+    /// Sequences that run together, at most 4,096; more wait.
     pub max_sequences: usize,
-    /// Tokens of prompt and answer together; 0: as the model allows. Lowered to what the device can hold.
+    /// Tokens of prompt and answer together; 0: as the model allows, with at most 4 GiB of keys and values. Lowered to what
+    /// one binding of the device can hold.
     pub max_context: usize,
-    /// Rows of one step: decoded tokens and prompt tokens together. A longer prompt takes several steps.
+    /// Rows of one step: decoded tokens and prompt tokens together. A longer prompt takes several steps. Raised to
+    /// `max_sequences`, lowered to what a binding can hold.
     pub max_step_tokens: usize,
     /// L: adapters on the device at a time. Any number can be loaded.
     pub adapter_slots: usize,
@@ -64,7 +67,8 @@ pub struct Request {
     pub prompt: Vec<u32>,
     /// `None`: the base model.
     pub adapter: Option<AdapterId>,
-    /// Longest answer; 0 only reads the prompt.
+    /// Longest answer; 0 only reads the prompt. Cache blocks for all of it are taken when the sequence starts, so that a
+    /// running answer never lacks one.
     pub max_tokens: usize,
     /// How tokens are chosen.
     pub sampling: Sampling,

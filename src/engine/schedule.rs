@@ -2,8 +2,8 @@
 
 use crate::engine::in_flight::{InFlight, LogitRows};
 use crate::engine::sequence::Place;
-use crate::engine::{DEPTH, Engine, SequenceId};
-use crate::error::Result;
+use crate::engine::{AdapterId, DEPTH, Engine, SequenceId};
+use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::View;
 use crate::kernels::sample::{Pick, Sample};
 use crate::layer::LoraBatch;
@@ -27,7 +27,8 @@ struct Batch {
 }
 
 impl Engine {
-    /// Begins one step: admits waiting sequences, records and submits. Never blocks. Returns false when there was
+    /// Begins one step: admits waiting sequences, records and submits. Never waits for the device; the first steps compile
+    /// shaders, and a step that admits an adapter copies its factors. Returns false when there was
     /// nothing to begin, or enough is on the way.
     ///
     /// # Errors
@@ -53,10 +54,10 @@ impl Engine {
             if self.free_rows.is_empty() {
                 return;
             }
-            let sequence = &self.sequences[&id];
-            let slot = match sequence.request.adapter {
+            let (adapter, positions) = (self.sequences[&id].request.adapter, self.sequences[&id].positions());
+            let slot = match adapter {
                 None => None,
-                Some(adapter) => match self.pool.pin(adapter, &self.adapters[&adapter]) {
+                Some(adapter) => match self.pin(adapter) {
                     Ok(Some(slot)) => Some(slot),
                     Ok(None) => return,
                     Err(e) => {
@@ -66,7 +67,7 @@ impl Engine {
                 },
             };
             let (Some(blocks), Some(row)) =
-                (self.cache.take(KvCache::blocks_for(sequence.positions())), self.free_rows.last().copied())
+                (self.cache.take(KvCache::blocks_for(positions)), self.free_rows.last().copied())
             else {
                 if let Some(slot) = slot {
                     self.pool.unpin(slot);
@@ -80,6 +81,17 @@ impl Engine {
                 sequence.place = Some(Place { row, blocks, slot });
             }
         }
+    }
+
+    /// Makes an adapter resident.
+    fn pin(&mut self, id: AdapterId) -> Result<Option<usize>> {
+        let before = self.pool.growths();
+        let slot = self.pool.pin(id, &self.adapters[&id])?;
+        if self.pool.growths() != before {
+            // Bind groups would keep the outgrown buffers alive.
+            self.rec.forget_bindings();
+        }
+        Ok(slot)
     }
 
     /// Decodes first, so that running answers are never held up, then as much of the prompts as fits.
@@ -163,7 +175,10 @@ impl Engine {
             logit_rows: batch.gather.len(),
             status: &self.status,
             lora,
+            attended: batch.rows.iter().map(|r| r[1] as u64 + 1).sum(),
         };
+        // What the device refuses must not look like a result: the step's buffers would hold those of an earlier one.
+        let scope = self.gpu.device().push_error_scope(wgpu::ErrorFilter::Validation);
         let mut commands = Commands::new(&self.gpu);
         let logits = self.model.record(&mut commands, &mut self.rec, &self.cache, &self.pool, tensors)?;
 
@@ -196,6 +211,9 @@ impl Engine {
             }
         }
         let submission = commands.submit(&mut self.rec);
+        if let Some(e) = pollster::block_on(scope.pop()) {
+            return Err(Error::new(ErrorKind::Device, format!("step refused: {e}")));
+        }
         let step = InFlight::new(
             submission,
             staging,

@@ -169,8 +169,10 @@ pub fn pipeline(gpu: &Gpu, kernel: &'static Kernel, vars: Vars) -> Result<Arc<Pi
     let device = gpu.device();
     let scope = device.push_error_scope(wgpu::ErrorFilter::Validation);
     let desc = wgpu::ShaderModuleDescriptor { label: Some(&label), source: wgpu::ShaderSource::Wgsl(source.into()) };
-    // SAFETY: every index in our shaders is bounded by `params` or by ids that the align and remap stages have
-    // clamped, and every loop ends; the kernel tests run the same shaders with the checks on (debug assertions).
+    // SAFETY: every loop of our shaders ends, and every index is bounded by `params`, or by ids that the align and remap
+    // stages have clamped; `Recording::dispatch` is given views of the sizes that each stage's fields state. A caller's
+    // smaller view is caught by the driver's robust buffer access, which wgpu leaves on. The kernel tests run the same
+    // shaders with the checks on (debug assertions).
     let module = unsafe { device.create_shader_module_trusted(desc, runtime_checks()) };
     let pipeline_layout = device.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
         label: Some(&label),

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::gpu::Gpu;
 use crate::kernels::linker::Pipeline;
 
@@ -95,14 +95,20 @@ impl Recording {
     /// the other share it; its contents are those of its last use.
     ///
     /// # Errors
-    /// As [`Gpu::buffer`].
+    /// [`ErrorKind::Limit`] above the binding limit; as [`Gpu::buffer`].
     pub fn scratch(&mut self, label: &'static str, bytes: u64) -> Result<View> {
+        let limit = self.gpu.capabilities().max_binding_bytes;
+        if bytes > limit {
+            let message =
+                format!("scratch `{label}`: {bytes} bytes, the device's binding limit is {limit}; use smaller steps");
+            return Err(Error::new(ErrorKind::Limit, message));
+        }
         let enough = self.scratch.get(label).is_some_and(|b| b.size() >= bytes);
         if !enough {
             // Half as much again, so that slowly growing batches do not replace the buffer at each step.
             let had = self.scratch.get(label).map_or(0, wgpu::Buffer::size);
             let size = if had == 0 { bytes } else { bytes.max(had + had / 2) };
-            let size = size.min(self.gpu.info().max_buffer_bytes).max(bytes);
+            let size = size.min(limit).max(bytes);
             let made = self.gpu.buffer(label, size, wgpu::BufferUsages::INDIRECT)?;
             self.scratch.insert(label, made);
             self.groups.clear();
@@ -205,7 +211,7 @@ impl Recording {
         }
     }
 
-    /// Forgets cached bind groups, and with them the buffers they hold; after an adapter's buffers were replaced.
+    /// Forgets cached bind groups, and with them the buffers they hold; after an adapter pool has grown.
     pub fn forget_bindings(&mut self) {
         self.groups.clear();
     }

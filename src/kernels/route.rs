@@ -1,6 +1,6 @@
 //! Router logits to expert ids and weights.
 
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
@@ -9,6 +9,9 @@ use crate::router::{GroupScore, RouteOptions, Score};
 
 /// The shader.
 pub static ROUTE: Kernel = Kernel { stem: "route", reads: 2, writes: 3 };
+
+/// Groups that the shader has room for.
+const MAX_GROUPS: usize = 32;
 
 params! {
     /// Sizes and rule of one routing.
@@ -73,8 +76,14 @@ impl Route<'_> {
     /// Records the stage.
     ///
     /// # Errors
-    /// When the device refuses the shader.
+    /// [`ErrorKind::Unsupported`] for more than 32 groups, groups that do not divide E, or A above E; when the device
+    /// refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+        let groups = self.options.groups as usize;
+        if self.top_k > self.experts || groups == 0 || groups > MAX_GROUPS || self.experts % groups != 0 {
+            let message = format!("route: {} of {} experts in {groups} groups", self.top_k, self.experts);
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
         let vars = vars(rec.gpu().capabilities(), self.options, self.bias.is_some());
         let pipeline = pipeline(rec.gpu(), &ROUTE, vars)?;
         let params = RouteParams {

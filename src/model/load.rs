@@ -72,7 +72,9 @@ fn check_sizes(config: &ModelConfig) -> Result<()> {
 
 fn total_bytes(checkpoint: &Checkpoint) -> Result<u64> {
     let mut total = 0;
-    for name in checkpoint.names() {
+    let config = checkpoint.config();
+    let unused = config.tie_embeddings.then(|| config.family.tensor_name(Role::LmHead));
+    for name in checkpoint.names().filter(|name| Some(*name) != unused.as_deref()) {
         total += checkpoint.tensor(name)?.n_bytes() as u64;
     }
     Ok(total)

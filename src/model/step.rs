@@ -37,6 +37,8 @@ pub struct StepTensors<'a> {
     pub status: &'a View,
     /// Adapters of the batch; `None` when no row has one.
     pub lora: Option<LoraBatch>,
+    /// Cached positions that all rows together attend to.
+    pub attended: u64,
 }
 
 /// Commands under construction, cut into submissions that a desktop driver's watchdog tolerates.
@@ -146,8 +148,9 @@ impl Model {
             });
             batch.prepare(rec, pass, t.rows, sites).map(Some)
         })?;
+        let attention = t.attended * (2 * c.heads * c.head_dim) as u64;
         for (layer, weights) in self.layers.iter().enumerate() {
-            let macs = self.layer_macs(layer) * t.rows as u64;
+            let macs = self.layer_macs(layer) * t.rows as u64 + attention;
             commands.pass(rec, "layer", macs, |rec, pass| {
                 self.record_layer(rec, pass, layer, weights, cache, pool, &t, &hidden)
             })?;

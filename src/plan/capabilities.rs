@@ -3,15 +3,13 @@
 use crate::error::{Error, ErrorKind, Result};
 use crate::gpu::{GpuInfo, Tier};
 
-/// Decisions that depend on the device alone. Everything else in the crate asks this instead of limits or features.
+/// Decisions that depend on the device alone. The rest of the crate asks this instead of limits or features.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Capabilities {
     /// The tier these decisions are for.
     pub tier: Tier,
-    /// Largest storage binding in bytes.
+    /// Largest storage binding in bytes, and so the largest buffer of weights, factors, cache or scratch.
     pub max_binding_bytes: u64,
-    /// Alignment of the dynamic offsets of parameters, in bytes.
-    pub uniform_alignment: u64,
     /// Subgroup operations may be used, with any size from 4.
     pub subgroup: bool,
     /// Invocations of the workgroups that reduce one row (norm, route, attention, sample).
@@ -52,18 +50,21 @@ impl Capabilities {
                 format!("device `{}`: no compute shaders or no indirect dispatch", info.name),
             ));
         }
+        // Every shader with adapters or f16 weights unpacks halves.
+        if !downlevel.contains(wgpu::DownlevelFlags::SHADER_F16_IN_F32) {
+            return Err(Error::new(ErrorKind::Device, format!("device `{}`: no unpack2x16float", info.name)));
+        }
         let (min, max) = info.subgroup_sizes;
         let subgroup = tier >= Tier::Subgroup;
         let one_subgroup = subgroup && min == max && (4..=128).contains(&min);
         Ok(Self {
             tier,
-            max_binding_bytes: limits.max_storage_buffer_binding_size,
-            uniform_alignment: u64::from(limits.min_uniform_buffer_offset_alignment).max(16),
+            max_binding_bytes: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size),
             subgroup,
             row_lanes: if one_subgroup { min } else { 64 },
             one_subgroup,
             gemm_lanes: if info.software { 16 } else { 64 },
-            along_depth: one_subgroup && !info.software,
+            along_depth: one_subgroup && !info.software && 4 * min <= limits.max_compute_invocations_per_workgroup,
             macs_per_submission: if info.software { 100_000_000 } else { 200_000_000_000 },
         })
     }

@@ -1,5 +1,6 @@
 //! Pure decisions, without a device: which kernel variants run, how tensors are cut, how work is split.
 
 pub mod capabilities;
+pub mod memory;
 pub mod pieces;
 pub mod rows;

@@ -17,6 +17,9 @@ pub struct Piece {
     pub rows: usize,
 }
 
+/// Rows of a piece: at most so many that its column tiles, of 16 rows or more, fit one dimension of a dispatch.
+const MAX_ROWS: usize = 65_535 * 16;
+
 /// Cuts `matrices` matrices of `rows` rows of `row_bytes` each under `limit` bytes a binding.
 ///
 /// # Errors
@@ -30,14 +33,14 @@ pub fn cut(matrices: usize, rows: usize, row_bytes: u64, limit: u64) -> Result<V
     }
     let matrix_bytes = row_bytes * rows as u64;
     let mut pieces = Vec::new();
-    if matrix_bytes <= limit {
+    if matrix_bytes <= limit && rows <= MAX_ROWS {
         let each = (limit / matrix_bytes.max(1)).max(1).min(matrices.max(1) as u64) as usize;
         for first in (0..matrices).step_by(each) {
             pieces.push(Piece { first, count: each.min(matrices - first), row_begin: 0, rows });
         }
         return Ok(pieces);
     }
-    let each = (limit / row_bytes) as usize;
+    let each = ((limit / row_bytes) as usize).min(MAX_ROWS);
     for first in 0..matrices {
         for row_begin in (0..rows).step_by(each) {
             pieces.push(Piece { first, count: 1, row_begin, rows: each.min(rows - row_begin) });
@@ -52,9 +55,14 @@ mod tests {
 
     #[test]
     fn pieces_cover_every_row_once_and_stay_under_the_limit() {
-        for (matrices, rows, row_bytes, limit) in
-            [(1, 1, 16, 16), (8, 160, 256, 1 << 20), (7, 33, 100, 3300), (3, 10, 100, 250), (2, 5, 64, 64)]
-        {
+        for (matrices, rows, row_bytes, limit) in [
+            (1, 1, 16, 16),
+            (8, 160, 256, 1 << 20),
+            (7, 33, 100, 3300),
+            (3, 10, 100, 250),
+            (2, 5, 64, 64),
+            (1, 2_000_000, 16, 1 << 30),
+        ] {
             let pieces = cut(matrices, rows, row_bytes, limit).unwrap();
             let mut seen = vec![0; matrices * rows];
             for p in &pieces {

@@ -29,7 +29,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     let all = Gpu::list();
     let shown: Vec<&GpuInfo> = all
         .iter()
-        .filter(|info| options.device.device.as_ref().is_none_or(|wanted| matches(info, wanted)))
+        .filter(|info| options.device.device.as_ref().is_none_or(|wanted| info.matches(wanted, all.len())))
         .filter(|info| tier.is_none_or(|tier| info.tiers.contains(&tier)))
         .collect();
     let mut out = std::io::stdout().lock();
@@ -42,19 +42,11 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         (true, ..) => anyhow::bail!(
             "no GPU found; on Debian `apt-get install libvulkan1 mesa-vulkan-drivers` brings the Vulkan loader and a software device"
         ),
-        (_, true, Some(wanted)) if !all.iter().any(|info| matches(info, wanted)) => {
+        (_, true, Some(wanted)) if !all.iter().any(|info| info.matches(wanted, all.len())) => {
             Err(crate::usage(format!("--device `{wanted}`: no such device")))
         }
         (_, true, _) => anyhow::bail!("no device can run that tier"),
         _ => Ok(()),
-    }
-}
-
-/// Whether `wanted` (an index, or a part of the name in any case) means this device.
-pub fn matches(info: &GpuInfo, wanted: &str) -> bool {
-    match wanted.parse::<usize>() {
-        Ok(index) => info.index == index,
-        Err(_) => info.name.to_lowercase().contains(&wanted.to_lowercase()),
     }
 }
 

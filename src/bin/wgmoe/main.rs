@@ -99,7 +99,7 @@ impl Device {
         Gpu::new(&options).map_err(|error| match &self.device {
             Some(wanted) => {
                 let all = Gpu::list();
-                if all.is_empty() || all.iter().any(|info| devices::matches(info, wanted)) {
+                if all.is_empty() || all.iter().any(|info| info.matches(wanted, all.len())) {
                     return error.into();
                 }
                 let names: Vec<_> = all.iter().map(|info| format!("{} ({})", info.index, info.name)).collect();

@@ -51,10 +51,10 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value_t = 256, help_heading = "Sampling")]
     max_tokens: usize,
     /// 0 takes the best token each time (greedy)
-    #[arg(long, value_name = "X", default_value_t = 0.0, help_heading = "Sampling")]
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true, help_heading = "Sampling")]
     temperature: f32,
     /// Sample from the smallest set of tokens that has this probability; 1 is off
-    #[arg(long, value_name = "X", default_value_t = 1.0, help_heading = "Sampling")]
+    #[arg(long, value_name = "X", default_value_t = 1.0, allow_negative_numbers = true, help_heading = "Sampling")]
     top_p: f32,
     /// Sample from the N best tokens; 0 is off
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Sampling")]

@@ -92,8 +92,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     bar.finish_and_clear();
     let mut out = std::io::BufWriter::new(std::io::stdout().lock());
     for answer in &answers {
-        serde_json::to_writer(&mut out, answer)?;
-        writeln!(out)?;
+        writeln!(out, "{}", serde_json::to_string(answer)?)?;
     }
     out.flush()?;
     Ok(())
