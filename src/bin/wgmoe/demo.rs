@@ -26,9 +26,10 @@ const SHOWN_WRONG: usize = 10;
 /// Answer six prompts with base and four adapters in ONE batch, and mark each answer right or wrong
 #[derive(Args)]
 #[command(after_help = "\
-The base model repeats its prompt and each adapter transforms it, so that a person sees at once whether
-the right adapter met the right sequence. An answer is right when its text and its token ids equal the
-reference. The exit code is 1 if anything is wrong.
+The base model repeats its prompt and each adapter transforms it, so that a
+person sees at once whether the right adapter met the right sequence. An
+answer is right when its text and its token ids equal the reference. The exit
+code is 1 if anything is wrong.
 
 Examples:
   wgmoe demo

@@ -24,16 +24,18 @@ use wgmoe::gpu::{Gpu, GpuOptions, Tier};
     propagate_version = true,
     arg_required_else_help = true,
     after_help = "\
-A model is a Hugging Face folder (config.json, *.safetensors, and tokenizer.json where text is used);
-an adapter is a PEFT folder (adapter_config.json, adapter_model.safetensors).
+A model is a Hugging Face folder (config.json, *.safetensors, and
+tokenizer.json where text is used); an adapter is a PEFT folder
+(adapter_config.json, adapter_model.safetensors).
 
 Examples:
   wgmoe devices
   wgmoe run --model examples/demo/base --lora shout=examples/demo/adapters/shout \\
       --adapter shout --message 'mixture of experts'
 
-Answers go to stdout; progress, timing and errors go to stderr. Exit code 1 is a failure, 2 a mistake in
-the command line or in a request. WGMOE_LOG=info (or debug, trace) shows what happens inside."
+Answers go to stdout; progress, timing and errors go to stderr. Exit code 1 is
+a failure, 2 a mistake in the command line or in a request. WGMOE_LOG=info (or
+debug, trace) shows what happens inside."
 )]
 struct Cli {
     #[command(subcommand)]

@@ -21,12 +21,14 @@ const FILE_CAP: u64 = 1 << 30;
 /// Measure perplexity: exp(sum of negative log-likelihoods / number of tokens)
 #[derive(Args)]
 #[command(group = ArgGroup::new("input").required(true), after_help = "\
-With --text every token but the first counts. A text longer than a window (2,048 tokens, or the model's
-context where that is shorter) is read in windows that overlap by half, and each token counts once.
+With --text every token but the first counts. A text longer than a window
+(2,048 tokens, or the model's context where that is shorter) is read in
+windows that overlap by half, and each token counts once.
 
-A --tokens file holds tasks: `<task>.ids` i32 [rows, width], padded at the end with -1, and
-`<task>.answer_start` i32 [rows]. In each row the tokens from answer_start on count; a task is pooled over
-all its rows. The answers are one line a task, in the order of their names:
+A --tokens file holds tasks: `<task>.ids` i32 [rows, width], padded at the end
+with -1, and `<task>.answer_start` i32 [rows]. In each row the tokens from
+answer_start on count; a task is pooled over all its rows. The answers are one
+line a task, in the order of their names:
   {\"adapter\": \"shout\", \"task\": \"mirror\", \"tokens\": 1024, \"nll\": 2.5, \"perplexity\": 1.002}
 
 Examples:

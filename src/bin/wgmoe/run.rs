@@ -17,15 +17,17 @@ use crate::{Device, Format, usage};
 /// Answer one prompt, or a file of prompts in one batch, each with its own adapter
 #[derive(Args)]
 #[command(group = ArgGroup::new("input").required(true), after_help = "\
-A line of the --prompts file is a JSON object; missing keys take the values of the options:
+A line of the --prompts file is a JSON object; missing keys take the values of
+the options:
   {\"adapter\": \"shout\", \"messages\": [{\"role\": \"user\", \"content\": \"hello world\"}]}
   {\"adapter\": null, \"prompt\": \"hello world\\n\", \"max_tokens\": 40}
   {\"ids\": [73, 70, 77, 77, 80, 200]}
-`\"adapter\": null` is the base model. Every line is checked before any work starts, and all lines run in
-one batch. Each line is sampled with the seed alone, whatever else is in the batch.
+`\"adapter\": null` is the base model. Every line is checked before any work
+starts, and all lines run in one batch. Each line is sampled with the seed
+alone, whatever else is in the batch.
 
-Generation stops at the stop tokens of generation_config.json (else config.json), after --max-tokens, or
-where the model's context ends.
+Generation stops at the stop tokens of generation_config.json (else
+config.json), after --max-tokens, or where the model's context ends.
 
 Examples:
   wgmoe run --model base --message 'mixture of experts'

@@ -18,9 +18,10 @@ A line of the --requests file is a JSON object:
   {\"ids\": [73, 70, 77, 77, 80, 200]}
 The answer, one line each in input order, natural logarithms:
   {\"adapter\": ..., \"ids\": [...], \"logprobs\": [null, ...], \"top_logprobs\": [[[id, logprob], ...], ...]}
-logprobs[i] belongs to ids[i] given what precedes it; top_logprobs[i] are the K best continuations after
-ids[0..=i], best first, ties to the lower id, so the last entry predicts the next token. All requests run in
-one batch, and every line is checked before any work starts.
+logprobs[i] belongs to ids[i] given what precedes it; top_logprobs[i] are the
+K best continuations after ids[0..=i], best first, ties to the lower id, so
+the last entry predicts the next token. All requests run in one batch, and
+every line is checked before any work starts.
 
 Example:
   wgmoe score --model base --lora shout=adapters/shout --requests requests.jsonl > answers.jsonl")]
