@@ -107,14 +107,20 @@ pub struct ExpertGemm<'a> {
     pub accumulate: bool,
 }
 
-/// Tile height of a dense product over `rows` rows.
-pub fn dense_tile(rows: usize) -> usize {
+/// Tile height of a dense product of `rows` rows with `out_rows` columns.
+pub fn dense_tile(caps: &Capabilities, rows: usize, out_rows: usize) -> usize {
+    // High tiles with columns of their own make few workgroups of a narrow product: a router would leave a GPU idle.
+    let workgroups = rows.div_ceil(8) * column_tiles(caps, out_rows, 8) as usize;
     match rows {
         0..=1 => 1,
         2..=5 => 4,
+        _ if caps.along_depth && workgroups < ENOUGH_WORKGROUPS => 4,
         _ => 8,
     }
 }
+
+/// Workgroups that keep a large GPU busy: two for each of its multiprocessors.
+const ENOUGH_WORKGROUPS: usize = 256;
 
 /// Output columns of an invocation (of a subgroup, when its lanes lie along the depth): several share the loads of x.
 fn per_lane(caps: &Capabilities, tile: usize) -> u32 {
@@ -182,7 +188,7 @@ impl ExpertGemm<'_> {
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         let tile = match self.select {
-            Rows::Dense => dense_tile(self.rows),
+            Rows::Dense => dense_tile(rec.gpu().capabilities(), self.rows, self.weights.out_dim),
             Rows::Pairs(_) => 1,
             Rows::Tiles(aligned) => aligned.tile,
         };
