@@ -2,4 +2,5 @@
 
 pub mod capabilities;
 pub mod pieces;
+pub mod read;
 pub mod rows;
