@@ -30,7 +30,7 @@ impl Topology {
     pub fn new(tp: Option<usize>, ep: Option<usize>, rank: usize) -> Result<Self> {
         let fail = |message: String| Err(Error::new(ErrorKind::Config, format!("topology: {message}")));
         let (world, ep) = (tp.or(ep).unwrap_or(1), ep.unwrap_or(1));
-        for (name, n) in [("tp", world), ("ep", ep)] {
+        for (name, n) in [("ep", ep), ("tp", world)] {
             if n == 0 || n > MAX_RANKS {
                 return fail(format!("expected `{name}` from 1 to {MAX_RANKS}, got {n}"));
             }

@@ -3,4 +3,5 @@
 pub mod capabilities;
 pub mod pieces;
 pub mod read;
+pub mod resident;
 pub mod rows;

@@ -225,7 +225,7 @@ impl Rank<'_> {
         let owned = match tensor.expert {
             Some(expert) if self.placement.local_table()[expert] < 0 => return Ok(Vec::new()),
             // A tensor of its own is a stack of one.
-            Some(_) => vec![0..1],
+            Some(_) => std::iter::once(0..1).collect(),
             None if header.shape.first() != Some(&experts) => {
                 let message = format!("expected {experts} experts in the first dimension, got {:?}", header.shape);
                 return Err(Error::new(ErrorKind::Tensor, message));

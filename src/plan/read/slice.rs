@@ -143,9 +143,9 @@ fn part(inner: &[usize], tensor: &ExpertTensor<'_>, layout: &ExpertLayout, topol
     }
     let (begin, end) = (width.start / each, width.end / each);
     let ranges = match (projection, layout.interleaved) {
-        (Projection::GateUp, true) => vec![2 * begin..2 * end],
+        (Projection::GateUp, true) => std::iter::once(2 * begin..2 * end).collect(),
         (Projection::GateUp, false) => vec![begin..end, half + begin..half + end],
-        _ => vec![begin..end],
+        _ => std::iter::once(begin..end).collect(),
     };
     Ok(Part::Along { axis, ranges })
 }
