@@ -1,5 +1,11 @@
 //! Which rank holds which expert, and under which local number: the only place that knows.
 
+mod rule;
+mod topology;
+
+pub use rule::PlacementRule;
+pub use topology::Topology;
+
 use crate::error::{Error, ErrorKind, Result};
 
 /// The experts that one rank holds, out of all E. Local numbers follow the order of the global ids.

@@ -91,7 +91,7 @@ fn name(path: &Path) -> &str {
 
 #[test]
 fn help_teaches_every_command_with_an_example() {
-    for command in ["devices", "run", "score", "perplexity", "demo"] {
+    for command in ["devices", "inspect", "run", "score", "perplexity", "demo"] {
         let output = wgmoe(&[command, "--help"]);
         assert_eq!(output.code, Some(0), "{command}");
         let example = format!("wgmoe {command}");

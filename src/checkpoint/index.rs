@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Deserialize;
 
-use super::safetensors::{SafetensorsFile, TensorView};
+use super::safetensors::{SafetensorsFile, TensorHeader, TensorView};
 use super::untrusted::{UniqueMap, read_capped, shown};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -85,6 +85,11 @@ impl Shards {
     /// Every tensor name, sorted.
     pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
         self.by_name.keys().map(String::as_str)
+    }
+
+    /// Name, type, shape and size of every tensor, file by file.
+    pub fn headers(&self) -> impl Iterator<Item = TensorHeader<'_>> {
+        self.files.iter().flat_map(SafetensorsFile::headers)
     }
 
     /// Bytes of tensor data handed out so far, all files together.

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 pub use config::{MlpKind, ModelConfig};
 pub use index::Shards;
-pub use safetensors::{SafetensorsFile, TensorView};
+pub use safetensors::{SafetensorsFile, TensorHeader, TensorView};
 use untrusted::shown;
 
 use crate::dtype::DType;
@@ -83,6 +83,11 @@ impl Checkpoint {
     /// Every tensor name, sorted.
     pub fn names(&self) -> impl ExactSizeIterator<Item = &str> {
         self.shards.names()
+    }
+
+    /// Name, type, shape and size of every tensor.
+    pub fn headers(&self) -> impl Iterator<Item = TensorHeader<'_>> {
+        self.shards.headers()
     }
 
     /// Bytes of tensor data handed out so far.

@@ -62,6 +62,16 @@ impl SafetensorsFile {
         self.entries.keys().map(String::as_str)
     }
 
+    /// Name, type, shape and size of every tensor, sorted by name, whether its type is read here or not.
+    pub fn headers(&self) -> impl ExactSizeIterator<Item = TensorHeader<'_>> {
+        self.entries.iter().map(|(name, entry)| TensorHeader {
+            name,
+            dtype: entry.dtype.map_or_else(|other| other, DType::name),
+            shape: &entry.shape,
+            n_bytes: (entry.end - entry.begin) as u64,
+        })
+    }
+
     /// The tensor `name`.
     ///
     /// Errors: `Tensor` when there is none; `Unsupported` when its type is one of the format's that is not read here.
@@ -88,6 +98,19 @@ impl SafetensorsFile {
     pub fn bytes_read(&self) -> u64 {
         self.bytes_read.load(Ordering::Relaxed)
     }
+}
+
+/// What a file says about one tensor, apart from its values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorHeader<'a> {
+    /// Its name in the file.
+    pub name: &'a str,
+    /// Its storage type: one of ours by [`DType::name`], another by the format's name.
+    pub dtype: &'a str,
+    /// Sizes, slowest dimension first.
+    pub shape: &'a [usize],
+    /// Size of its data in bytes.
+    pub n_bytes: u64,
 }
 
 /// One tensor in a mapped file. Making it reads no data.

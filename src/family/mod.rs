@@ -1,5 +1,6 @@
 //! What a tensor name means in each model family: one table file a family, from name to [`Role`].
 
+pub mod class;
 pub mod qwen3_moe;
 
 use crate::checkpoint::ModelConfig;

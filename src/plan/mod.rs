@@ -3,4 +3,6 @@
 pub mod capabilities;
 pub mod memory;
 pub mod pieces;
+pub mod read;
+pub mod resident;
 pub mod rows;

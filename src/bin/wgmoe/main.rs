@@ -2,6 +2,7 @@
 
 mod demo;
 mod devices;
+mod inspect;
 mod logits;
 mod perplexity;
 mod requests;
@@ -45,6 +46,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Devices(devices::Options),
+    Inspect(inspect::Options),
     Run(run::Options),
     Score(score::Options),
     Perplexity(perplexity::Options),
@@ -126,6 +128,7 @@ fn main() -> ExitCode {
     env_logger::Builder::from_env(env_logger::Env::new().filter_or("WGMOE_LOG", "warn")).init();
     let result = match Cli::parse().command {
         Command::Devices(options) => devices::run(&options),
+        Command::Inspect(options) => inspect::run(&options),
         Command::Run(options) => run::run(&options),
         Command::Score(options) => score::run(&options),
         Command::Perplexity(options) => perplexity::run(&options),

@@ -1,0 +1,151 @@
+//! `wgmoe inspect`: what a model folder holds and what each rank would read and keep of it, from headers alone.
+
+mod report;
+mod svg;
+mod text;
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use anyhow::Context;
+use clap::{Args, ValueEnum};
+use wgmoe::checkpoint::Checkpoint;
+use wgmoe::gpu::Gpu;
+use wgmoe::placement::{PlacementRule, Topology};
+use wgmoe::plan::read::ScalePolicy;
+
+use crate::{Device, Format, devices, usage};
+
+/// Binding limit where there is no device: what every WebGPU device has.
+const DEFAULT_BINDING_BYTES: u64 = 128 << 20;
+
+/// Show what a model folder holds, and what each rank would read, skip and keep of it
+#[derive(Args)]
+#[command(after_help = "\
+Headers alone are read, so this takes no time for a model of any size. W ranks (--tp, else --ep) form --ep
+groups; a group holds its share of the experts, and its W / ep ranks share their width. A placement file is
+a JSON list with the owners (groups, from 0) of each expert: [[0], [1], [0, 1], ...].
+
+Exit code 1 when something does not match or does not fit; the report is still printed.
+
+Examples:
+  wgmoe inspect examples/demo/base
+  wgmoe inspect examples/demo/base --tp 4 --ep 2 --all-ranks --svg ranks.svg
+  wgmoe inspect model --ep 8 --rank 3 --placement round-robin --binding-limit 128MiB --memory 24GiB
+  wgmoe inspect model --lora adapters/one --lora adapters/two --format json | jq '.adapters[].sites'")]
+pub struct Options {
+    /// Model folder: config.json and *.safetensors
+    #[arg(value_name = "DIR")]
+    dir: PathBuf,
+    /// Number of ranks [default: --ep]
+    #[arg(long, value_name = "N", help_heading = "Ranks")]
+    tp: Option<usize>,
+    /// Number of expert groups; divides the number of ranks
+    #[arg(long, value_name = "N", help_heading = "Ranks")]
+    ep: Option<usize>,
+    /// The rank to show
+    #[arg(long, value_name = "R", default_value_t = 0, conflicts_with = "all_ranks", help_heading = "Ranks")]
+    rank: usize,
+    /// Show every rank
+    #[arg(long, help_heading = "Ranks")]
+    all_ranks: bool,
+    /// How experts are shared out: linear, round-robin, or a JSON file
+    #[arg(long, value_name = "RULE|FILE", default_value = "linear", help_heading = "Ranks")]
+    placement: String,
+    /// Block scales to read: those of the rank's own experts, or all
+    #[arg(long, value_enum, value_name = "WHICH", default_value_t = Scales::Owned, help_heading = "Ranks")]
+    scales: Scales,
+    /// Adapter folder to check against the model; give it several times for several adapters
+    #[arg(long = "lora", value_name = "DIR")]
+    loras: Vec<PathBuf>,
+    /// A table, or one JSON object
+    #[arg(long, value_enum, default_value_t = Format::Table, value_name = "FORMAT")]
+    format: Format,
+    /// Also draw what each rank reads
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Largest binding, such as 128MiB [default: that of the device, or 128MiB without one]
+    #[arg(long, value_name = "SIZE", value_parser = size, help_heading = "Device")]
+    binding_limit: Option<u64>,
+    /// Memory that the weights must fit into, such as 24GiB [default: not checked]
+    #[arg(long, value_name = "SIZE", value_parser = size, help_heading = "Device")]
+    memory: Option<u64>,
+    #[command(flatten)]
+    device: Device,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Scales {
+    Owned,
+    All,
+}
+
+/// A number of bytes, with or without a unit.
+fn size(text: &str) -> Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match &text[digits.len()..] {
+        "" | "B" => 0,
+        "KiB" => 10,
+        "MiB" => 20,
+        "GiB" => 30,
+        "TiB" => 40,
+        _ => return Err("expected bytes, or a number with KiB, MiB, GiB or TiB".into()),
+    };
+    let n: u64 = digits.trim().parse().map_err(|_| "expected a whole number, such as 128MiB")?;
+    n.checked_mul(1 << shift).filter(|&n| n > 0).ok_or_else(|| "out of range".into())
+}
+
+pub fn run(options: &Options) -> anyhow::Result<()> {
+    options.device.tier()?;
+    let first = Topology::new(options.tp, options.ep, options.rank).map_err(|e| usage(e.to_string()))?;
+    let ranks = if options.all_ranks { 0..first.world() } else { first.rank()..first.rank() + 1 };
+    let topologies = ranks.map(|rank| first.at(rank)).collect::<Result<Vec<_>, _>>()?;
+    let rule = match options.placement.as_str() {
+        "linear" => PlacementRule::Linear,
+        "round-robin" => PlacementRule::RoundRobin,
+        file => PlacementRule::from_json(file.as_ref()).context("--placement")?,
+    };
+    let (device, limit) = options.limit()?;
+    let checkpoint = Checkpoint::open(&options.dir)?;
+    let input = report::Input {
+        checkpoint: &checkpoint,
+        rule: &rule,
+        placement: &options.placement,
+        topologies: &topologies,
+        scales: if options.scales == Scales::All { ScalePolicy::All } else { ScalePolicy::Owned },
+        binding_limit: limit,
+        memory: options.memory,
+        device,
+        loras: &options.loras,
+    };
+    let report = report::Report::new(&input)?;
+    if let Some(path) = &options.svg {
+        std::fs::write(path, svg::draw(&report)).with_context(|| format!("`{}`", path.display()))?;
+    }
+    let mut out = std::io::stdout().lock();
+    match options.format {
+        Format::Json => writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?,
+        Format::Table => text::write(&mut out, &report)?,
+    }
+    match report.problems.as_slice() {
+        [] => Ok(()),
+        [one] => anyhow::bail!("{one}"),
+        [one, more @ ..] => anyhow::bail!("{one} (and {} more)", more.len()),
+    }
+}
+
+impl Options {
+    /// The device's name, if one decides, and the largest binding.
+    fn limit(&self) -> anyhow::Result<(Option<String>, u64)> {
+        if let Some(limit) = self.binding_limit {
+            return Ok((None, limit));
+        }
+        let wanted = self.device.device.as_deref();
+        let found = Gpu::list().into_iter().find(|info| wanted.is_none_or(|wanted| devices::matches(info, wanted)));
+        match (found, wanted) {
+            (Some(info), _) => Ok((Some(info.name), info.max_binding_bytes)),
+            (None, Some(wanted)) => Err(usage(format!("--device `{wanted}`: no such device"))),
+            (None, None) => Ok((None, DEFAULT_BINDING_BYTES)),
+        }
+    }
+}
