@@ -7,15 +7,16 @@ use super::config::{AdapterConfig, ExpertColumns};
 use super::layout::{self, Orientation};
 use super::names::{Pair, Target};
 use super::{Factor, Matrix, Site};
+use crate::checkpoint::ModelConfig;
+use crate::checkpoint::file::WeightFile;
 use crate::checkpoint::untrusted::shown;
-use crate::checkpoint::{ModelConfig, SafetensorsFile};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::family::Role;
 
 /// Everything a pair is decoded against.
 pub(crate) struct Decoder<'a> {
-    pub(crate) file: &'a SafetensorsFile,
+    pub(crate) file: &'a WeightFile,
     pub(crate) config: &'a AdapterConfig,
     pub(crate) model: &'a ModelConfig,
 }
