@@ -4,6 +4,7 @@ mod config;
 mod decode;
 mod layout;
 mod names;
+mod packed;
 mod free_list;
 pub mod sites;
 pub mod pool;
@@ -94,7 +95,7 @@ impl Adapter {
     /// Reads the PEFT folder `dir` (`adapter_config.json` and `adapter_model.safetensors` or
     /// `adapter_model.bin`) as an adapter of the model
     /// `model`: LoRA on attention, router, dense MLP and experts, the latter as modules of their own (transformers 4) or
-    /// fused (`target_parameters`, transformers 5). The files must not change while they are read.
+    /// fused (`target_parameters`, transformers 5), or packed with a dimension for the experts. The files must not change while they are read.
     ///
     /// Errors: `Io` and `Format` for the files; `Config` for a value out of range; `Unsupported` for a method that is not
     /// plain LoRA; `Adapter` when a tensor does not fit the model, lacks its other half, occurs twice, or is unknown.
