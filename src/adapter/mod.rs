@@ -1,6 +1,6 @@
 //! LoRA adapters: a PEFT folder becomes canonical factors (config, names, layout); the pool holds them on the device.
 
-mod config;
+pub(crate) mod config;
 mod decode;
 mod layout;
 mod names;

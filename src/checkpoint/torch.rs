@@ -38,8 +38,9 @@ pub struct TorchFile {
 #[derive(Debug)]
 pub(crate) struct Entry {
     /// The storage type and place in the file, or why the tensor cannot be read.
-    data: Result<(DType, Range<usize>), String>,
-    shape: Vec<usize>,
+    pub(crate) data: Result<(DType, Range<usize>), String>,
+    /// Sizes, slowest dimension first.
+    pub(crate) shape: Vec<usize>,
 }
 
 impl TorchFile {
