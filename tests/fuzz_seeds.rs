@@ -4,9 +4,12 @@ use std::path::Path;
 
 use wgmoe::fuzzing::{adapter_config, safetensors, torch};
 
+/// Takes a whole file; true when it is accepted.
+type Reader = fn(&[u8]) -> bool;
+
 #[test]
 fn no_seed_breaks_its_reader() {
-    let targets: [(&str, fn(&[u8]) -> bool); 3] =
+    let targets: [(&str, Reader); 3] =
         [("safetensors", safetensors), ("torch", torch), ("adapter_config", adapter_config)];
     let mut wrong = Vec::new();
     for (target, read) in targets {
