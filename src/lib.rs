@@ -36,6 +36,8 @@ pub mod engine;
 pub mod text;
 
 pub mod reference;
+#[doc(hidden)]
+pub mod fuzzing;
 
 pub use adapter::Adapter;
 pub use checkpoint::{Checkpoint, ModelConfig};

@@ -72,6 +72,9 @@ fn fused_experts_of_every_peft_version_decode_to_what_it_computed() {
         ("qwen3_moe__only_gateup__peft0191_tf524", 2),
         ("qwen3_moe__rankpat_rslora__peft0191_tf524", 4),
         ("qwen3_moe__v4style__peft0191_tf524", 4),
+        // Of another family, whose experts have the same names and shapes.
+        ("mixtral__params__peft0181_tf524", 4),
+        ("mixtral__params__peft0212_tf524", 4),
     ];
     for (case, n_deltas) in cases {
         let n = check_deltas(&mut table, case, &model);

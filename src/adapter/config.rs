@@ -83,21 +83,25 @@ impl AdapterConfig {
     ///
     /// Errors: `Io` and `Format` for the file, `Config` for a value out of range, `Unsupported` for a refused setting.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let file = Object::open(path)?;
-        refuse_unsupported(&file)?;
+        Self::read(&Object::open(path)?)
+    }
+
+    /// Reads the object `file`; errors as [`open`](Self::open).
+    pub(crate) fn read(file: &Object) -> Result<Self> {
+        refuse_unsupported(file)?;
         let mut n_regexes = 0;
-        let ranks = patterns(&file, "rank_pattern", &mut n_regexes, |key, v| file.as_count(key, v, 1..=MAX_RANK))?;
-        let alphas = patterns(&file, "alpha_pattern", &mut n_regexes, |key, v| file.as_number(key, v))?;
+        let ranks = patterns(file, "rank_pattern", &mut n_regexes, |key, v| file.as_count(key, v, 1..=MAX_RANK))?;
+        let alphas = patterns(file, "alpha_pattern", &mut n_regexes, |key, v| file.as_number(key, v))?;
         Ok(Self {
             rank: file.count("r", 1..=MAX_RANK)?.unwrap_or(8),
             alpha: file.number("lora_alpha")?.unwrap_or(8.0),
             rslora: file.flag("use_rslora")?,
             ranks,
             alphas,
-            target_modules: target_modules(&file)?,
+            target_modules: target_modules(file)?,
             target_parameters: file.strings("target_parameters")?,
             peft_version: file.text("peft_version")?.and_then(Version::parse),
-            columns: expert_columns(&file)?,
+            columns: expert_columns(file)?,
         })
     }
 

@@ -4,18 +4,19 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::config::{AdapterConfig, ExpertColumns};
-use super::layout::{self, Orientation};
+use super::layout::{self, Orientation, Stored};
 use super::names::{Pair, Target};
 use super::{Factor, Matrix, Site};
+use crate::checkpoint::file::WeightFile;
 use crate::checkpoint::untrusted::shown;
-use crate::checkpoint::{ModelConfig, SafetensorsFile};
+use crate::checkpoint::{ModelConfig, TensorView};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::family::Role;
 
 /// Everything a pair is decoded against.
 pub(crate) struct Decoder<'a> {
-    pub(crate) file: &'a SafetensorsFile,
+    pub(crate) file: &'a WeightFile,
     pub(crate) config: &'a AdapterConfig,
     pub(crate) model: &'a ModelConfig,
 }
@@ -38,6 +39,7 @@ impl Decoder<'_> {
                     let parameter = self.fused_parameter(pair, depth, &depths[&layer])?;
                     self.fused(pair, layer, parameter, &mut factors)?;
                 }
+                Target::Packed { layer, part } => self.packed(pair, layer, part, &mut factors)?,
             }
         }
         Ok(factors)
@@ -107,12 +109,13 @@ impl Decoder<'_> {
             return Err(self.does_not_fit(&pair.a, "the model has no experts in this layer".to_owned()));
         };
         let (rank, scale) = self.rank_and_scale(&format!("{}.{}", pair.module, parameter.name()))?;
+        // With three dimensions, [E, R, X] and [Y, R, E], the order of the elements is the same.
         let (a_shape, b_shape) = (self.file.tensor(&pair.a)?.shape, self.file.tensor(&pair.b)?.shape);
         let (Some(&x), Some(&y)) = (a_shape.last(), b_shape.first()) else {
             let message = format!("expected two dimensions, got {a_shape:?} and {b_shape:?}");
             return Err(self.at(ErrorKind::Adapter, &pair.a, message));
         };
-        let orientation = layout::orientation([y, x], [out, inn], self.config.peft_version())
+        let orientation = layout::orientation([y, x], [out, inn], Stored::OutIn, self.config.peft_version())
             .map_err(|reason| self.at(ErrorKind::Adapter, &pair.a, reason.to_owned()))?
             // Fits neither way: the check of the canonical shape below says so.
             .unwrap_or(Orientation::Canonical);
@@ -120,9 +123,16 @@ impl Decoder<'_> {
             Orientation::Canonical => [out, inn],
             Orientation::Transposed => [inn, out],
         };
-        let a = self.matrix(&pair.a, [rank * n_experts, x])?;
-        let b = self.matrix(&pair.b, [y, rank * n_experts])?;
-        let columns = self.columns(pair)?;
+        let stacked = a_shape.len() == 3 && b_shape.len() == 3;
+        let (a, b) = if stacked {
+            (
+                self.flattened(&pair.a, [n_experts, rank, x], true)?,
+                self.flattened(&pair.b, [y, rank, n_experts], false)?,
+            )
+        } else {
+            (self.matrix(&pair.a, [rank * n_experts, x])?, self.matrix(&pair.b, [y, rank * n_experts])?)
+        };
+        let columns = if stacked { ExpertColumns::RankMajor } else { self.columns(pair)? };
         let f = self.model.moe.expert_width;
         for expert in 0..n_experts {
             let (a, b) = layout::expert_factors(&a, &b, expert, rank, orientation, columns);
@@ -149,25 +159,39 @@ impl Decoder<'_> {
         })
     }
 
-    fn rank_and_scale(&self, name: &str) -> Result<(usize, f32)> {
+    pub(super) fn rank_and_scale(&self, name: &str) -> Result<(usize, f32)> {
         let within = |e: Error| e.within(format!("`{}`", self.file.path().display()));
         let rank = self.config.rank_of(name).map_err(within)?;
         Ok((rank, self.config.scale_of(name, rank).map_err(within)?))
     }
 
     /// The tensor `name`, which must be a float matrix of this shape.
-    fn matrix(&self, name: &str, [rows, cols]: [usize; 2]) -> Result<Matrix> {
+    fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<Matrix> {
+        let view = self.float(name, &shape)?;
+        Ok(Matrix { dtype: view.dtype, rows: shape[0], cols: shape[1], bytes: view.all().to_vec() })
+    }
+
+    /// The tensor `name` of this shape, as a matrix: the `first` two dimensions taken together, or the last two.
+    fn flattened(&self, name: &str, shape: [usize; 3], first: bool) -> Result<Matrix> {
+        let view = self.float(name, &shape)?;
+        let [x, y, z] = shape;
+        let (rows, cols) = if first { (x * y, z) } else { (x, y * z) };
+        Ok(Matrix { dtype: view.dtype, rows, cols, bytes: view.all().to_vec() })
+    }
+
+    /// The tensor `name`, which must hold floats and have this shape.
+    pub(super) fn float(&self, name: &str, shape: &[usize]) -> Result<TensorView<'_>> {
         let view = self.file.tensor(name)?;
         if view.dtype == DType::I32 {
             return Err(self.at(ErrorKind::Adapter, name, "expected `F32`, `F16` or `BF16`, got `I32`".to_owned()));
         }
-        if view.shape != [rows, cols] {
-            return Err(self.does_not_fit(name, format!("expected [{rows}, {cols}], got {:?}", view.shape)));
+        if view.shape != shape {
+            return Err(self.does_not_fit(name, format!("expected {shape:?}, got {:?}", view.shape)));
         }
-        Ok(Matrix { dtype: view.dtype, rows, cols, bytes: view.all().to_vec() })
+        Ok(view)
     }
 
-    fn does_not_fit(&self, name: &str, message: String) -> Error {
+    pub(super) fn does_not_fit(&self, name: &str, message: String) -> Error {
         let at = self.at(ErrorKind::Adapter, name, message);
         at.within("adapter does not fit")
     }

@@ -20,20 +20,46 @@ pub(crate) enum Orientation {
     Transposed,
 }
 
+/// How a model keeps the parameter that PEFT wrapped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(not(test), expect(dead_code, reason = "no family keeps them the other way round yet"))]
+pub(crate) enum Stored {
+    /// `[E, out, in]`.
+    OutIn,
+    /// `[E, in, out]`, with the flag `is_transposed` on its class (GPT-OSS).
+    InOutFlagged,
+    /// `[E, in, out]` without the flag (Llama 4).
+    InOut,
+}
+
+impl Stored {
+    /// The orientation that the PEFT release `version` gives; `None` when the version does not tell.
+    fn orientation(self, version: Version) -> Option<Orientation> {
+        let since = |release| version.is_since(release);
+        let canonical = match self {
+            Self::OutIn => since(CANONICAL_SINCE)?,
+            Self::InOut => !since(CANONICAL_SINCE)?,
+            // 0.19.0 alone did not look at the flag the way the releases around it did.
+            Self::InOutFlagged => since(CANONICAL_SINCE)? || !since([0, 19, 0])?,
+        };
+        Some(if canonical { Orientation::Canonical } else { Orientation::Transposed })
+    }
+}
+
 /// The orientation of a pair with A `[_, x]` and B `[y, _]` for a parameter `[E, out, in]`.
 ///
 /// Errors: `Ok(None)` when the shape fits neither way; `Err` when it fits both ways and the version does not decide.
 pub(crate) fn orientation(
     [y, x]: [usize; 2],
     [out, inn]: [usize; 2],
+    stored: Stored,
     version: Option<Version>,
 ) -> Result<Option<Orientation>, &'static str> {
     if out == inn && [y, x] == [out, inn] {
-        return match version.and_then(|v| v.is_since(CANONICAL_SINCE)) {
-            Some(true) => Ok(Some(Orientation::Canonical)),
-            Some(false) => Ok(Some(Orientation::Transposed)),
-            None => Err("the parameter is square, and only a released `peft_version` tells which way round it is"),
-        };
+        let decided = version.and_then(|v| stored.orientation(v));
+        return decided
+            .map(Some)
+            .ok_or("the parameter is square, and only a released `peft_version` tells which way round it is");
     }
     Ok(match [y, x] {
         shape if shape == [out, inn] => Some(Orientation::Canonical),
@@ -101,6 +127,7 @@ fn gather(m: &Matrix, rows: usize, cols: usize, source: impl Fn(usize, usize) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::SafetensorsFile;
     use crate::dtype::DType;
 
     fn matrix(rows: usize, cols: usize) -> Matrix {
@@ -137,10 +164,65 @@ mod tests {
             ([4, 4], [4, 4], version("0.19.1"), Ok(Some(Orientation::Canonical))),
             ([4, 8], [4, 4], version("0.19.1"), Ok(None)),
         ];
-        let wrong: Vec<_> =
-            cases.iter().filter(|(got, want, v, expected)| orientation(*got, *want, *v) != *expected).collect();
+        let wrong: Vec<_> = cases
+            .iter()
+            .filter(|(got, want, v, expected)| orientation(*got, *want, Stored::OutIn, *v) != *expected)
+            .collect();
         assert!(wrong.is_empty(), "{wrong:?}");
-        assert!(orientation([4, 4], [4, 4], None).is_err());
-        assert!(orientation([4, 4], [4, 4], version("0.19.1.dev0")).is_err());
+        assert!(orientation([4, 4], [4, 4], Stored::OutIn, None).is_err());
+        assert!(orientation([4, 4], [4, 4], Stored::OutIn, version("0.19.1.dev0")).is_err());
+    }
+
+    #[test]
+    fn parameters_stored_in_out_decode_to_what_peft_computed() {
+        let data = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/peft");
+        let (n_experts, rank) = (6, 3);
+        for (case, version) in [("peft0181", "0.18.1"), ("peft0212", "0.21.2")] {
+            let dir = data.join(format!("gpt_oss__params__{case}_tf524"));
+            let adapter = SafetensorsFile::open(&dir.join("adapter/adapter_model.safetensors")).unwrap();
+            let expected = SafetensorsFile::open(&dir.join("expected.safetensors")).unwrap();
+            for (layer, wrapper, parameter) in
+                [0, 1].into_iter().flat_map(|l| [(l, ".base_layer", "gate_up_proj"), (l, "", "down_proj")])
+            {
+                let module = format!("model.layers.{layer}.mlp.experts");
+                let want = expected.tensor(&format!("delta_out_in.{module}.{parameter}")).unwrap();
+                let [out, inn] = [want.shape[1], want.shape[2]];
+                let load = |side: &str| {
+                    let view =
+                        adapter.tensor(&format!("base_model.model.{module}{wrapper}.lora_{side}.weight")).unwrap();
+                    let (rows, cols) = (view.shape[0], view.shape[1]);
+                    Matrix { dtype: view.dtype, rows, cols, bytes: view.all().to_vec() }
+                };
+                let (a, b) = (load("A"), load("B"));
+                let version = Version::parse(version);
+                let side = orientation([b.rows, a.cols], [out, inn], Stored::InOutFlagged, version).unwrap().unwrap();
+                let want = want.to_f32();
+                // The scale is the same everywhere: alpha / r = 9 / 3.
+                let mut worst = 0f32;
+                for expert in 0..n_experts {
+                    let (a, b) = expert_factors(&a, &b, expert, rank, side, ExpertColumns::RankMajor);
+                    let (a, b) = (values(&a), values(&b));
+                    for (o, i) in (0..out).flat_map(|o| (0..inn).map(move |i| (o, i))) {
+                        let got: f32 = (0..rank).map(|r| 3.0 * b[o * rank + r] * a[r * inn + i]).sum();
+                        worst = worst.max((got - want[(expert * out + o) * inn + i]).abs());
+                    }
+                }
+                assert!(worst < 1e-5, "{case} {module}.{parameter}: {worst}");
+            }
+        }
+    }
+
+    #[test]
+    fn releases_turn_square_parameters_by_how_the_model_keeps_them() {
+        use Orientation::{Canonical, Transposed};
+        let cases = [
+            (Stored::OutIn, [Transposed, Transposed, Canonical]),
+            (Stored::InOutFlagged, [Canonical, Transposed, Canonical]),
+            (Stored::InOut, [Canonical, Canonical, Transposed]),
+        ];
+        for (stored, expected) in cases {
+            let got = ["0.18.1", "0.19.0", "0.19.1"].map(|v| stored.orientation(Version::parse(v).unwrap()).unwrap());
+            assert_eq!(got, expected, "{stored:?}");
+        }
     }
 }

@@ -1,9 +1,10 @@
 //! LoRA adapters: a PEFT folder becomes canonical factors (config, names, layout); the pool holds them on the device.
 
-mod config;
+pub(crate) mod config;
 mod decode;
 mod layout;
 mod names;
+mod packed;
 mod free_list;
 pub mod sites;
 pub mod pool;
@@ -13,8 +14,9 @@ use std::sync::Arc;
 
 pub use config::MAX_RANK;
 
+use crate::checkpoint::ModelConfig;
+use crate::checkpoint::file::WeightFile;
 use crate::checkpoint::untrusted::shown;
-use crate::checkpoint::{ModelConfig, SafetensorsFile};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -90,22 +92,22 @@ pub struct Adapter {
 }
 
 impl Adapter {
-    /// Reads the PEFT folder `dir` (`adapter_config.json` and `adapter_model.safetensors`) as an adapter of the model
+    /// Reads the PEFT folder `dir` (`adapter_config.json` and `adapter_model.safetensors` or
+    /// `adapter_model.bin`) as an adapter of the model
     /// `model`: LoRA on attention, router, dense MLP and experts, the latter as modules of their own (transformers 4) or
-    /// fused (`target_parameters`, transformers 5). The files must not change while they are read.
+    /// fused (`target_parameters`, transformers 5), or packed with a dimension for the experts. The files must not change while they are read.
     ///
     /// Errors: `Io` and `Format` for the files; `Config` for a value out of range; `Unsupported` for a method that is not
     /// plain LoRA; `Adapter` when a tensor does not fit the model, lacks its other half, occurs twice, or is unknown.
     /// Nothing in the file is ignored.
     pub fn open(dir: &Path, model: &ModelConfig) -> Result<Self> {
         let config = config::AdapterConfig::open(&dir.join("adapter_config.json"))?;
-        let path = dir.join("adapter_model.safetensors");
-        let pickle = dir.join("adapter_model.bin");
-        if !path.exists() && pickle.exists() {
-            let message = format!("`{}`: pickle files are not read; convert it to safetensors", pickle.display());
-            return Err(Error::new(ErrorKind::Unsupported, message));
+        let mut path = dir.join("adapter_model.safetensors");
+        let torch = dir.join("adapter_model.bin");
+        if !path.exists() && torch.exists() {
+            path = torch;
         }
-        let file = SafetensorsFile::open(&path)?;
+        let file = WeightFile::open(&path, Arc::default())?;
         let pairs = names::pairs(file.names(), model.family).map_err(|(kind, name, reason)| {
             Error::new(kind, format!("`{}`: tensor `{}`: {reason}", path.display(), shown(&name)))
         })?;

@@ -1,5 +1,6 @@
 //! Tensor names of a LoRA file, grouped into pairs of A and B with the place in the model they belong to.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use crate::checkpoint::untrusted::shown;
@@ -18,6 +19,20 @@ const SUFFIXES: [(&str, Side); 4] = [
 /// What a wrapper around a wrapper adds to the name of a module.
 const BASE_LAYER: &str = ".base_layer";
 
+/// Where tools put the text model of a larger one, and where it is here.
+const REWRITES: [(&str, &str); 2] = [("model.language_model.", "model."), ("language_model.model.", "model.")];
+
+/// The modules of packed experts, by what follows `experts.`; `w1` to `w3` are Tinker's names.
+const PACKED: [(&str, Packed); 7] = [
+    ("gate_up_proj", Packed::GateUp),
+    ("gate_proj", Packed::Gate),
+    ("up_proj", Packed::Up),
+    ("down_proj", Packed::Down),
+    ("w1", Packed::Gate),
+    ("w3", Packed::Up),
+    ("w2", Packed::Down),
+];
+
 /// Parts of names of tensors that only other methods write, and those methods.
 const OTHER_METHODS: [(&str, &str); 6] = [
     ("lora_magnitude_vector", "DoRA"),
@@ -34,6 +49,19 @@ enum Side {
     B,
 }
 
+/// What a pair with a dimension for the experts changes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Packed {
+    /// Gate and up, with one A.
+    GateUp,
+    /// Gate alone.
+    Gate,
+    /// Up alone.
+    Up,
+    /// Down.
+    Down,
+}
+
 /// The place of one pair of tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Target {
@@ -46,6 +74,13 @@ pub(crate) enum Target {
         layer: usize,
         /// Wrappers around this one.
         depth: usize,
+    },
+    /// A projection of all experts of a layer, the expert as first dimension of both tensors.
+    Packed {
+        /// Decoder layer.
+        layer: usize,
+        /// Which projection.
+        part: Packed,
     },
 }
 
@@ -100,14 +135,30 @@ fn parse(name: &str, family: Family) -> Result<(String, Target, Side), (ErrorKin
     while let Some(inner) = bare_module.strip_suffix(BASE_LAYER) {
         (bare_module, depth) = (inner, depth + 1);
     }
-    let target = match family.role(&format!("{bare_module}.weight")) {
-        Some(role) if depth == 0 => Target::Weight(role),
-        _ => match family.role(&format!("{bare_module}.gate_up_proj")) {
-            Some(Role::FusedGateUp { layer }) => Target::Fused { layer, depth },
-            _ => {
-                return Err((ErrorKind::Adapter, "belongs to no module of the model".to_owned()));
-            }
+    let here = rewritten(bare_module);
+    let fused_layer = |module: &str| match family.role(&format!("{module}.gate_up_proj")) {
+        Some(Role::FusedGateUp { layer }) => Some(layer),
+        _ => None,
+    };
+    let packed = || {
+        let (experts, name) = here.rsplit_once('.')?;
+        let (_, part) = PACKED.iter().find(|(n, _)| *n == name)?;
+        Some(Target::Packed { layer: fused_layer(experts)?, part: *part })
+    };
+    let target = match family.role(&format!("{here}.weight")) {
+        Some(role) if depth == 0 => Some(Target::Weight(role)),
+        _ => match fused_layer(&here) {
+            Some(layer) => Some(Target::Fused { layer, depth }),
+            None if depth == 0 => packed(),
+            None => None,
         },
     };
+    let target = target.ok_or_else(|| (ErrorKind::Adapter, "belongs to no module of the model".to_owned()))?;
     Ok((bare_module.to_owned(), target, side))
+}
+
+/// The module as this crate's models name it.
+fn rewritten(module: &str) -> Cow<'_, str> {
+    let found = REWRITES.iter().find_map(|(from, to)| Some(format!("{to}{}", module.strip_prefix(from)?)));
+    found.map_or(Cow::Borrowed(module), Cow::Owned)
 }

@@ -1,4 +1,5 @@
-//! Which files of a folder make up one checkpoint: one file, shards with an index, or every `*.safetensors`.
+//! Which files of a folder make up one checkpoint: one file, shards with an index, or every `*.safetensors`; files of
+//! `torch.save` where there is no other.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Component, Path, PathBuf};
@@ -7,7 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Deserialize;
 
-use super::safetensors::{SafetensorsFile, TensorHeader, TensorView};
+use super::file::WeightFile;
+use super::safetensors::{TensorHeader, TensorView};
 use super::untrusted::{UniqueMap, read_capped, shown};
 use crate::error::{Error, ErrorKind, Result};
 
@@ -15,13 +17,17 @@ use crate::error::{Error, ErrorKind, Result};
 const SINGLE: &str = "model.safetensors";
 /// Name of the index of a sharded checkpoint.
 const INDEX: &str = "model.safetensors.index.json";
+/// The same of `torch.save`.
+const TORCH_SINGLE: &str = "pytorch_model.bin";
+/// The same of `torch.save`.
+const TORCH_INDEX: &str = "pytorch_model.bin.index.json";
 /// Largest index, in bytes: a million tensors with long names.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 
 /// The files of one checkpoint; every tensor name occurs in exactly one of them.
 #[derive(Debug)]
 pub struct Shards {
-    files: Vec<SafetensorsFile>,
+    files: Vec<WeightFile>,
     by_name: BTreeMap<String, usize>,
     bytes_read: Arc<AtomicU64>,
 }
@@ -33,23 +39,14 @@ struct Index {
 
 impl Shards {
     /// Opens the weights of the folder `dir`: `model.safetensors`, else the shards that `model.safetensors.index.json`
-    /// names, else all `*.safetensors`.
+    /// names, else all `*.safetensors`, else `pytorch_model.bin` or the shards of `pytorch_model.bin.index.json`.
     ///
     /// Errors: `Io` when there are none or one cannot be read; `Format` for a broken file or index, an index that names a
     /// file outside the folder, a tensor in two files, and a tensor that index and file do not agree on.
     pub fn open(dir: &Path) -> Result<Self> {
         let bytes_read = Arc::<AtomicU64>::default();
-        let index = dir.join(INDEX);
-        let (paths, map) = if dir.join(SINGLE).exists() {
-            (vec![dir.join(SINGLE)], None)
-        } else if index.exists() {
-            let map = read_index(&index)?;
-            (shard_paths(dir, &index, &map)?, Some(map))
-        } else {
-            (loose_files(dir)?, None)
-        };
-        let files =
-            paths.iter().map(|p| SafetensorsFile::open_counted(p, bytes_read.clone())).collect::<Result<Vec<_>>>()?;
+        let (paths, index) = sources(dir)?;
+        let files = paths.iter().map(|p| WeightFile::open(p, bytes_read.clone())).collect::<Result<Vec<_>>>()?;
 
         let mut by_name = BTreeMap::new();
         for (file_ix, file) in files.iter().enumerate() {
@@ -63,13 +60,14 @@ impl Shards {
                 }
             }
         }
-        if let Some(map) = map {
+        if let Some((index, map)) = index {
             check_index(dir, &index, &map, &files, &by_name)?;
         }
         Ok(Self { files, by_name, bytes_read })
     }
 
-    /// The tensor `name`; errors as [`SafetensorsFile::tensor`].
+    /// The tensor `name`; errors as [`SafetensorsFile::tensor`](super::SafetensorsFile::tensor) and
+    /// [`TorchFile::tensor`](super::TorchFile::tensor).
     pub fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
         match self.by_name.get(name) {
             Some(&file_ix) => self.files[file_ix].tensor(name),
@@ -89,13 +87,43 @@ impl Shards {
 
     /// Name, type, shape and size of every tensor, file by file.
     pub fn headers(&self) -> impl Iterator<Item = TensorHeader<'_>> {
-        self.files.iter().flat_map(SafetensorsFile::headers)
+        self.files.iter().flat_map(WeightFile::headers)
     }
 
     /// Bytes of tensor data handed out so far, all files together.
     pub fn bytes_read(&self) -> u64 {
         self.bytes_read.load(Ordering::Relaxed)
     }
+}
+
+/// An index: its path, and tensor name and file name for every tensor it lists.
+type IndexMap = (PathBuf, Vec<(String, String)>);
+
+/// The files of the checkpoint in `dir`, and the index that names them, if one does.
+fn sources(dir: &Path) -> Result<(Vec<PathBuf>, Option<IndexMap>)> {
+    let single = |name: &str| Some(dir.join(name)).filter(|p| p.exists());
+    let indexed = |index: PathBuf| {
+        let map = read_index(&index)?;
+        Ok((shard_paths(dir, &index, &map)?, Some((index, map))))
+    };
+    if let Some(file) = single(SINGLE) {
+        return Ok((vec![file], None));
+    }
+    if let Some(index) = single(INDEX) {
+        return indexed(index);
+    }
+    let loose = loose_files(dir)?;
+    if !loose.is_empty() {
+        return Ok((loose, None));
+    }
+    if let Some(file) = single(TORCH_SINGLE) {
+        return Ok((vec![file], None));
+    }
+    if let Some(index) = single(TORCH_INDEX) {
+        return indexed(index);
+    }
+    let message = format!("`{}`: no `*.safetensors` file and no `{TORCH_SINGLE}`", dir.display());
+    Err(Error::new(ErrorKind::Io, message))
 }
 
 /// Tensor name and file name, for every tensor that the index `path` lists.
@@ -152,7 +180,7 @@ fn check_index(
     dir: &Path,
     index: &Path,
     map: &[(String, String)],
-    files: &[SafetensorsFile],
+    files: &[WeightFile],
     by_name: &BTreeMap<String, usize>,
 ) -> Result<()> {
     let fail = |message: String| Err(Error::new(ErrorKind::Format, format!("`{}`: {message}", index.display())));
@@ -171,25 +199,15 @@ fn check_index(
     Ok(())
 }
 
-/// All `*.safetensors` of `dir`, sorted by name.
+/// All `*.safetensors` of `dir`, sorted by name; may be none.
 fn loose_files(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut paths = Vec::new();
-    let mut pickles = false;
     for entry in std::fs::read_dir(dir).map_err(|e| Error::io(dir, &e))? {
         let path = entry.map_err(|e| Error::io(dir, &e))?.path();
-        match path.extension().and_then(|e| e.to_str()) {
-            Some("safetensors") => paths.push(path),
-            Some("bin" | "pt" | "pth") => pickles = true,
-            _ => {}
+        if path.extension().is_some_and(|e| e == "safetensors") {
+            paths.push(path);
         }
     }
     paths.sort();
-    match (paths.is_empty(), pickles) {
-        (false, _) => Ok(paths),
-        (true, true) => Err(Error::new(
-            ErrorKind::Unsupported,
-            format!("`{}`: only PyTorch pickle weights; convert them to safetensors", dir.display()),
-        )),
-        (true, false) => Err(Error::new(ErrorKind::Io, format!("`{}`: no `*.safetensors` file", dir.display()))),
-    }
+    Ok(paths)
 }

@@ -1,9 +1,12 @@
 //! Model folders on disk: names, types, shapes and byte ranges, validated once, never copied.
 
 pub mod config;
-mod header;
+pub(crate) mod file;
+pub(crate) mod header;
 pub mod index;
+mod pickle;
 pub mod safetensors;
+pub mod torch;
 pub(crate) mod untrusted;
 
 use std::collections::HashSet;
@@ -12,6 +15,7 @@ use std::path::{Path, PathBuf};
 pub use config::{MlpKind, ModelConfig};
 pub use index::Shards;
 pub use safetensors::{SafetensorsFile, TensorHeader, TensorView};
+pub use torch::TorchFile;
 use untrusted::shown;
 
 use crate::dtype::DType;

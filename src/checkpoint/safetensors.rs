@@ -13,6 +13,27 @@ use super::untrusted::shown;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 
+/// Maps the regular file `path`, which nobody may change while it is mapped.
+///
+/// Errors: `Io` when it cannot be read or is no regular file; `Format` when it is too short to be anything.
+pub(super) fn map_file(path: &Path) -> Result<Mmap> {
+    let io = |e: std::io::Error| Error::io(path, &e);
+    // Before opening, because opening a pipe blocks.
+    let meta = std::fs::metadata(path).map_err(io)?;
+    if !meta.is_file() {
+        return Err(Error::new(ErrorKind::Io, format!("`{}`: expected a regular file", path.display())));
+    }
+    if meta.len() < 10 {
+        // An empty file cannot be mapped.
+        let message = format!("`{}`: truncated: expected at least 10 bytes, got {}", path.display(), meta.len());
+        return Err(Error::new(ErrorKind::Format, message));
+    }
+    let file = std::fs::File::open(path).map_err(io)?;
+    // SAFETY: the map is read-only and only ever seen as `&[u8]`. It is sound as long as nobody changes or truncates
+    // the file while it is mapped; the documentation of `Checkpoint::open` and `Adapter::open` asks for that.
+    unsafe { Mmap::map(&file) }.map_err(io)
+}
+
 /// A validated safetensors file.
 #[derive(Debug)]
 pub struct SafetensorsFile {
@@ -33,21 +54,8 @@ impl SafetensorsFile {
 
     /// [`open`](Self::open) with a counter that several files share.
     pub(crate) fn open_counted(path: &Path, bytes_read: Arc<AtomicU64>) -> Result<Self> {
-        let io = |e: std::io::Error| Error::io(path, &e);
-        // Before opening, because opening a pipe blocks.
-        let meta = std::fs::metadata(path).map_err(io)?;
-        if !meta.is_file() {
-            return Err(Error::new(ErrorKind::Io, format!("`{}`: expected a regular file", path.display())));
-        }
+        let map = map_file(path)?;
         let format = |message: String| Error::new(ErrorKind::Format, format!("`{}`: {message}", path.display()));
-        if meta.len() < 10 {
-            // An empty file cannot be mapped.
-            return Err(format(format!("truncated: expected at least 10 bytes, got {}", meta.len())));
-        }
-        let file = std::fs::File::open(path).map_err(io)?;
-        // SAFETY: the map is read-only and only ever seen as `&[u8]`. It is sound as long as nobody changes or truncates
-        // the file while it is mapped; the documentation of `Checkpoint::open` and `Adapter::open` asks for that.
-        let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let entries = header::parse(&map).map_err(format)?;
         Ok(Self { path: path.to_owned(), map, entries, bytes_read })
     }
@@ -83,13 +91,9 @@ impl SafetensorsFile {
             return fail(ErrorKind::Tensor, " is missing".to_owned());
         };
         match entry.dtype {
-            Ok(dtype) => Ok(TensorView {
-                name,
-                dtype,
-                shape: &entry.shape,
-                data: &self.map[entry.begin..entry.end],
-                bytes_read: &self.bytes_read,
-            }),
+            Ok(dtype) => {
+                Ok(TensorView::new(name, dtype, &entry.shape, &self.map[entry.begin..entry.end], &self.bytes_read))
+            }
             Err(got) => fail(ErrorKind::Unsupported, format!(": expected `F32`, `F16`, `BF16` or `I32`, got `{got}`")),
         }
     }
@@ -127,6 +131,17 @@ pub struct TensorView<'a> {
 }
 
 impl<'a> TensorView<'a> {
+    /// A view of `data`, which holds exactly the elements of `shape`.
+    pub(super) fn new(
+        name: &'a str,
+        dtype: DType,
+        shape: &'a [usize],
+        data: &'a [u8],
+        bytes_read: &'a AtomicU64,
+    ) -> Self {
+        Self { name, dtype, shape, data, bytes_read }
+    }
+
     /// Size of the tensor, in bytes.
     pub fn n_bytes(&self) -> usize {
         self.data.len()

@@ -83,8 +83,12 @@ impl Object {
     ///
     /// Errors: `Io` when it cannot be read, `Format` when it is too large or no JSON object.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let bytes = read_capped(path, MAX_CONFIG_BYTES)?;
-        let map = serde_json::from_slice(&bytes)
+        Self::parse(path, &read_capped(path, MAX_CONFIG_BYTES)?)
+    }
+
+    /// The object in `bytes`, which came from `path`; errors as [`open`](Self::open).
+    pub(crate) fn parse(path: &Path, bytes: &[u8]) -> Result<Self> {
+        let map = serde_json::from_slice(bytes)
             .map_err(|e| Error::new(ErrorKind::Format, format!("`{}`: expected a JSON object: {e}", path.display())))?;
         Ok(Self { path: path.to_owned(), map })
     }
