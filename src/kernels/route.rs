@@ -80,7 +80,7 @@ impl Route<'_> {
     /// refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         let groups = self.options.groups as usize;
-        if self.top_k > self.experts || groups == 0 || groups > MAX_GROUPS || self.experts % groups != 0 {
+        if self.top_k > self.experts || groups == 0 || groups > MAX_GROUPS || !self.experts.is_multiple_of(groups) {
             let message = format!("route: {} of {} experts in {groups} groups", self.top_k, self.experts);
             return Err(Error::new(ErrorKind::Unsupported, message));
         }

@@ -14,7 +14,7 @@ use wgmoe::gpu::Gpu;
 use wgmoe::placement::{PlacementRule, Topology};
 use wgmoe::plan::read::ScalePolicy;
 
-use crate::{Device, Format, devices, usage};
+use crate::{Device, Format, usage};
 
 /// Binding limit where there is no device: what every WebGPU device has.
 const DEFAULT_BINDING_BYTES: u64 = 128 << 20;
@@ -141,7 +141,10 @@ impl Options {
             return Ok((None, limit));
         }
         let wanted = self.device.device.as_deref();
-        let found = Gpu::list().into_iter().find(|info| wanted.is_none_or(|wanted| devices::matches(info, wanted)));
+        let found = {
+            let all = Gpu::list();
+            all.iter().find(|info| wanted.is_none_or(|wanted| info.matches(wanted, all.len()))).cloned()
+        };
         match (found, wanted) {
             (Some(info), _) => Ok((Some(info.name), info.max_binding_bytes)),
             (None, Some(wanted)) => Err(usage(format!("--device `{wanted}`: no such device"))),
