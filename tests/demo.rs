@@ -3,10 +3,13 @@
 
 #[path = "common/device.rs"]
 mod device;
+#[path = "common/difference.rs"]
+mod difference;
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use difference::largest_difference;
 use safetensors::SafeTensors;
 use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, Event, Gpu, Model, Request};
 
@@ -79,7 +82,7 @@ fn thirty_greedy_answers_in_one_batch_equal_the_reference_token_for_token() {
             assert_eq!(logits.len(), expected.len());
             // The trained model's logits reach 50, so the bound is relative to them.
             let most = expected.iter().fold(0f32, |m, v| m.max(v.abs()));
-            let off = logits.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            let off = largest_difference(logits, &expected);
             assert!(off <= 1e-4 * most, "{} {name} {k}: off by {off} of {most}", gpu.tier());
         }
     }

@@ -2,10 +2,13 @@
 
 #[path = "common/device.rs"]
 mod device;
+#[path = "common/difference.rs"]
+mod difference;
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use difference::largest_difference;
 use wgmoe::engine::SequenceId;
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::{
@@ -210,7 +213,7 @@ fn a_long_prompt_is_read_in_parts_with_the_same_result() {
         assert_eq!(text(&answers[0].1), "every gpu speaks wgsl.");
         assert_eq!(answers[0].1, answers[1].1);
         assert_eq!(answers[0].0.len(), 22 * 258);
-        let off = answers[0].0.iter().zip(&answers[1].0).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        let off = largest_difference(&answers[0].0, &answers[1].0);
         assert!(off < 1e-3, "{off}");
     }
 }

@@ -3,10 +3,13 @@
 mod common;
 #[path = "common/device.rs"]
 mod device;
+#[path = "common/difference.rs"]
+mod difference;
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use difference::largest_difference;
 use safetensors::SafeTensors;
 use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, Event, Gpu, Model, Request};
 
@@ -78,11 +81,6 @@ fn floats(file: &SafeTensors<'_>, name: &str) -> Option<Vec<f32>> {
 
 fn tokens(file: &SafeTensors<'_>, name: &str) -> Option<Vec<u32>> {
     Some(bytemuck::pod_collect_to_vec(file.tensor(name).ok()?.data()))
-}
-
-fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
-    assert_eq!(a.len(), b.len());
-    a.iter().zip(b).map(|(a, b)| if (a - b).is_nan() { f32::INFINITY } else { (a - b).abs() }).fold(0.0, f32::max)
 }
 
 /// Greedy answers agree up to the first near-tie, which sends the rest another way. The logits of the path are read by

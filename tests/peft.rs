@@ -2,9 +2,12 @@
 
 #[path = "common/device.rs"]
 mod device;
+#[path = "common/difference.rs"]
+mod difference;
 
 use std::path::{Path, PathBuf};
 
+use difference::largest_difference;
 use safetensors::SafeTensors;
 use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, Event, Gpu, Model, Request};
 
@@ -78,9 +81,9 @@ fn logits_with_every_saved_adapter_equal_those_of_peft() {
                 let expected: Vec<f32> = bytemuck::pod_collect_to_vec(file.tensor(what).unwrap().data());
                 let got = logits(&gpu, base, adapter.as_deref(), &prompts);
                 assert_eq!(got.len(), expected.len(), "{name} {what}");
-                let off = got.iter().zip(&expected).map(|(g, e)| (g - e).abs()).fold(0.0, f32::max);
+                let off = largest_difference(&got, &expected);
                 // NaN compares as false.
-                if !(off <= 1e-4) {
+                if off > 1e-4 {
                     failures.push(format!("{} {name} {what}: off by {off}", gpu.tier()));
                 }
             }
