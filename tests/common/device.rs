@@ -1,11 +1,19 @@
 //! Devices for tests. A machine without one fails the tests, unless `WGMOE_TEST_NO_DEVICE=skip` is set.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+use std::sync::OnceLock;
+
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::{Gpu, GpuOptions};
 
-/// The test device once for each tier it offers (`WGMOE_TEST_DEVICE` picks another than the first).
+/// The test device once for each tier it offers (`WGMOE_TEST_DEVICE` picks another than the first). Tests of a process
+/// share them: NVIDIA's driver can hang when many threads make and destroy devices at once.
 pub fn every_tier() -> Vec<Gpu> {
+    static TIERS: OnceLock<Vec<Gpu>> = OnceLock::new();
+    TIERS.get_or_init(open_every_tier).clone()
+}
+
+fn open_every_tier() -> Vec<Gpu> {
     let device = std::env::var("WGMOE_TEST_DEVICE").ok();
     let best = match Gpu::new(&GpuOptions { device: device.clone(), tier: None }) {
         Ok(gpu) => gpu,
