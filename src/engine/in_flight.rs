@@ -23,35 +23,33 @@ const LOST: u8 = 2;
 
 /// A submitted step.
 pub(crate) struct InFlight {
-    submission: wgpu::SubmissionIndex,
-    staging: wgpu::Buffer,
-    bytes: u64,
-    logit_base: usize,
-    picked: Vec<SequenceId>,
-    read_out: Vec<SequenceId>,
-    logits: Vec<LogitRows>,
-    members: Vec<SequenceId>,
-    mapped: Arc<AtomicU8>,
+    pub submission: wgpu::SubmissionIndex,
+    /// Status word, sampled ids, then from `logit_base` the wanted logits; `bytes` in all.
+    pub staging: wgpu::Buffer,
+    pub bytes: u64,
+    pub logit_base: usize,
+    /// Whose tokens were sampled, in order.
+    pub picked: Vec<SequenceId>,
+    /// Whose prompt ends here without a token.
+    pub read_out: Vec<SequenceId>,
+    pub logits: Vec<LogitRows>,
+    /// Every sequence with a row in the step.
+    pub members: Vec<SequenceId>,
+    pub mapped: Mapped,
 }
 
-impl InFlight {
-    #[allow(clippy::too_many_arguments, reason = "plain fields of the step")]
-    pub fn new(
-        submission: wgpu::SubmissionIndex,
-        staging: wgpu::Buffer,
-        bytes: u64,
-        logit_base: usize,
-        picked: Vec<SequenceId>,
-        read_out: Vec<SequenceId>,
-        logits: Vec<LogitRows>,
-        members: Vec<SequenceId>,
-    ) -> Self {
-        let mapped = Arc::new(AtomicU8::new(PENDING));
-        let flag = mapped.clone();
+/// Whether a buffer's mapping is pending, ready or lost.
+pub(crate) struct Mapped(Arc<AtomicU8>);
+
+impl Mapped {
+    /// Asks for the first `bytes` of `staging`.
+    pub fn request(staging: &wgpu::Buffer, bytes: u64) -> Self {
+        let state = Arc::new(AtomicU8::new(PENDING));
+        let flag = state.clone();
         staging.map_async(wgpu::MapMode::Read, 0..bytes.next_multiple_of(8), move |result| {
             flag.store(if result.is_ok() { READY } else { LOST }, Ordering::Release);
         });
-        Self { submission, staging, bytes, logit_base, picked, read_out, logits, members, mapped }
+        Self(state)
     }
 }
 
@@ -83,7 +81,7 @@ impl Engine {
     }
 
     fn collect(&mut self) -> Result<Vec<Event>> {
-        while let Some(state) = self.in_flight.front().map(|s| s.mapped.load(Ordering::Acquire)) {
+        while let Some(state) = self.in_flight.front().map(|s| s.mapped.0.load(Ordering::Acquire)) {
             match state {
                 READY => {}
                 PENDING => break,

@@ -1,6 +1,6 @@
 //! Which rows a step has, and its recording.
 
-use crate::engine::in_flight::{InFlight, LogitRows};
+use crate::engine::in_flight::{InFlight, LogitRows, Mapped};
 use crate::engine::sequence::Place;
 use crate::engine::{AdapterId, DEPTH, Engine, SequenceId};
 use crate::error::{Error, ErrorKind, Result};
@@ -214,16 +214,9 @@ impl Engine {
         if let Some(e) = pollster::block_on(scope.pop()) {
             return Err(Error::new(ErrorKind::Device, format!("step refused: {e}")));
         }
-        let step = InFlight::new(
-            submission,
-            staging,
-            bytes,
-            logit_base,
-            batch.picked,
-            batch.read_out,
-            batch.logits,
-            batch.members,
-        );
+        let mapped = Mapped::request(&staging, bytes);
+        let Batch { picked, read_out, logits, members, .. } = batch;
+        let step = InFlight { submission, staging, bytes, logit_base, picked, read_out, logits, members, mapped };
         self.in_flight.push_back(step);
         Ok(())
     }

@@ -14,7 +14,6 @@ pub struct KvCache {
     /// (keys, values) of each layer.
     pub layers: Vec<(View, View)>,
     free: Vec<u32>,
-    blocks: usize,
 }
 
 impl KvCache {
@@ -41,12 +40,7 @@ impl KvCache {
                 Ok((View::whole(&k), View::whole(&v)))
             })
             .collect::<Result<_>>()?;
-        Ok(Self { layers, free: (0..blocks as u32).rev().collect(), blocks })
-    }
-
-    /// All blocks, free or not.
-    pub fn blocks(&self) -> usize {
-        self.blocks
+        Ok(Self { layers, free: (0..blocks as u32).rev().collect() })
     }
 
     /// Takes `n` blocks, or none when fewer are free.
