@@ -1,8 +1,9 @@
 //! One mixture-of-experts layer, route to combine, by the device's own clock.
 //!
-//! `cargo bench --bench layer [-- tiny]` prints microseconds a layer without adapters and with eight adapters of rank 16
-//! mixed over the tokens (gate, up and down of every expert), for the layer of Qwen3-30B-A3B in bf16 with random weights.
-//! `tiny` is a shape for software devices.
+//! `cargo bench --bench layer [-- tiny] [profile] [TIER] [T ...]` prints microseconds a layer without adapters and with
+//! eight adapters of rank 16 mixed over the tokens (gate, up and down of every expert), for the layer of Qwen3-30B-A3B in
+//! bf16 with random weights, and how far the output is from that of f32 arithmetic. `tiny` is a shape for software devices;
+//! `profile` adds the time of every dispatch.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use wgmoe::family::Family;
 use wgmoe::kernels::{Recording, View};
 use wgmoe::layer::{LoraBatch, MoeLayer, MoeTensors};
 use wgmoe::placement::Placement;
+use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::router::RouteOptions;
 use wgmoe::shape::MoeShape;
 use wgmoe::upload::Uploader;
@@ -25,29 +27,55 @@ use wgmoe::{Gpu, GpuOptions};
 const ADAPTERS: usize = 8;
 const RANK: usize = 16;
 const RUNS: usize = 21;
+/// Sets of tokens that runs take in turn.
+const INPUTS: usize = 4;
+/// How long the device works before it is timed.
+const WARM_UP: std::time::Duration = std::time::Duration::from_millis(150);
+/// Dispatches that a profile has room for.
+const STAGES: u32 = 64;
 
 fn main() {
-    let tiny = std::env::args().any(|a| a == "tiny");
-    let (shape, tokens): (_, &[usize]) = if tiny {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let has = |word: &str| words.iter().any(|w| w == word);
+    let (shape, all): (_, &[usize]) = if has("tiny") {
         (MoeShape { experts: 16, top_k: 4, hidden: 128, expert_width: 64 }, &[1, 16, 64])
     } else {
         (MoeShape { experts: 128, top_k: 8, hidden: 2048, expert_width: 768 }, &[1, 4, 16, 64, 256, 1024, 4096])
     };
-    let gpu = Gpu::new(&GpuOptions::default()).expect("a device");
+    let asked: Vec<usize> = words.iter().filter_map(|w| w.parse().ok()).collect();
+    let tokens = if asked.is_empty() { all.to_vec() } else { asked };
+    let tier = words.iter().find_map(|w| w.parse().ok());
+    let gpu = Gpu::new(&GpuOptions { tier, ..GpuOptions::default() }).expect("a device");
     assert!(gpu.device().features().contains(wgpu::Features::TIMESTAMP_QUERY), "the device has no timestamps");
     let info = gpu.info();
     println!("{} | {} {} | tier {} | {shape:?} bf16", info.name, info.driver, info.driver_info, gpu.tier());
     let bench = Bench::new(&gpu, shape);
-    println!("{:>6} {:>14} {:>24} {:>7}", "T", "without, us", "8 adapters of r16, us", "ratio");
-    for &t in tokens {
-        let without = bench.median_us(t, false);
-        let with = bench.median_us(t, true);
-        println!("{t:>6} {without:>14.1} {with:>24.1} {:>7.2}", with / without);
+    println!("{:>6} {:>14} {:>24} {:>7} {:>10}", "T", "without, us", "8 adapters of r16, us", "ratio", "off by");
+    for &t in &tokens {
+        let (without, plain) = bench.measure(&gpu, t, false, RUNS, false);
+        let (with, adapted) = bench.measure(&gpu, t, true, RUNS, false);
+        // The same layer in f32 arithmetic, where this tier has another.
+        let f32_tier = gpu.with_capabilities(Capabilities { matrix: false, ..gpu.capabilities().clone() });
+        let off = [(false, plain), (true, adapted)]
+            .map(|(adapters, got)| difference(&got, &bench.measure(&f32_tier, t, adapters, 1, false).1));
+        let off = off[0].max(off[1]);
+        println!("{t:>6} {without:>14.1} {with:>24.1} {:>7.2} {off:>10.1e}", with / without);
+        assert!(off < 2e-3, "the tiers differ");
+        if has("profile") {
+            bench.measure(&gpu, t, false, RUNS, true);
+            bench.measure(&gpu, t, true, RUNS, true);
+        }
     }
 }
 
+/// Largest difference over the largest value; a NaN is a difference.
+fn difference(got: &[f32], expected: &[f32]) -> f32 {
+    let largest = expected.iter().fold(0f32, |m, v| m.max(v.abs()));
+    let off = |(g, e): (&f32, &f32)| if (g - e).is_nan() { f32::INFINITY } else { (g - e).abs() };
+    got.iter().zip(expected).map(off).fold(0f32, f32::max) / largest
+}
+
 struct Bench {
-    gpu: Gpu,
     layer: MoeLayer,
     pool: AdapterPool,
 }
@@ -96,36 +124,31 @@ impl Bench {
             let adapter = adapter(shape, a as u64);
             pool.pin(AdapterId::new(a as u64), &adapter).expect("room").expect("a slot");
         }
-        Self { gpu: gpu.clone(), layer, pool }
+        Self { layer, pool }
     }
 
-    /// Median time of the whole layer, each run with other tokens.
-    fn median_us(&self, tokens: usize, adapters: bool) -> f64 {
+    /// Median time of the whole layer in microseconds, over runs with rotating tokens, and the output for the first
+    /// tokens. The device never waits between runs: an idle GPU lowers its clock. With `profile` the median time of each
+    /// dispatch is printed.
+    fn measure(&self, gpu: &Gpu, tokens: usize, adapters: bool, runs: usize, profile: bool) -> (f64, Vec<f32>) {
         let d = self.layer.shape.hidden;
-        let storage = |bytes: usize| {
-            View::whole(&self.gpu.buffer("bench", bytes as u64, wgpu::BufferUsages::empty()).expect("room"))
-        };
-        let (x, out, status, mapping) =
-            (storage(tokens * d * 4), storage(tokens * d * 4), storage(4), storage(tokens * 4));
-        let device = self.gpu.device();
-        let queries = device.create_query_set(&wgpu::QuerySetDescriptor {
-            label: None,
-            ty: wgpu::QueryType::Timestamp,
-            count: 2,
-        });
-        let resolved = device.create_buffer(&wgpu::BufferDescriptor {
-            label: None,
-            size: 16,
-            usage: wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC,
-            mapped_at_creation: false,
-        });
-        let mut rec = Recording::new(&self.gpu);
-        let mut times = Vec::new();
-        for run in 0..RUNS + 3 {
-            let rows = DType::Bf16.decode(&random(tokens * d, 1.0, 1000 + run as u64));
-            self.gpu.queue().write_buffer(&x.buffer, 0, bytemuck::cast_slice(&rows));
-            let slots: Vec<i32> = (0..tokens).map(|t| ((t * 5 + run) % ADAPTERS) as i32).collect();
-            self.gpu.queue().write_buffer(&mapping.buffer, 0, bytemuck::cast_slice(&slots));
+        let storage =
+            |bytes: usize| View::whole(&gpu.buffer("bench", bytes as u64, wgpu::BufferUsages::empty()).expect("room"));
+        let (out, status) = (storage(tokens * d * 4), storage(4));
+        let inputs: Vec<(View, View)> = (0..INPUTS)
+            .map(|i| {
+                let (x, mapping) = (storage(tokens * d * 4), storage(tokens * 4));
+                let rows = DType::Bf16.decode(&random(tokens * d, 1.0, 1000 + i as u64));
+                gpu.queue().write_buffer(&x.buffer, 0, bytemuck::cast_slice(&rows));
+                let slots: Vec<i32> = (0..tokens).map(|t| ((t * 5 + i) % ADAPTERS) as i32).collect();
+                gpu.queue().write_buffer(&mapping.buffer, 0, bytemuck::cast_slice(&slots));
+                (x, mapping)
+            })
+            .collect();
+        let mut times = Times::new(gpu, runs);
+        let mut rec = Recording::new(gpu);
+        let mut once = |times: Option<(&Times, usize)>, i: usize| {
+            let (x, mapping) = &inputs[i % INPUTS];
             let batch = LoraBatch {
                 token_lora_mapping: mapping.clone(),
                 slots: ADAPTERS,
@@ -134,33 +157,96 @@ impl Bench {
                 aligned: None,
             };
             rec.reset();
-            let mut encoder = device.create_command_encoder(&Default::default());
+            if let Some((times, run)) = times.filter(|_| profile) {
+                rec.profile(&times.stages[run], STAGES as usize);
+            }
+            let mut encoder = gpu.device().create_command_encoder(&Default::default());
             {
                 let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor {
                     label: None,
-                    timestamp_writes: Some(wgpu::ComputePassTimestampWrites {
-                        query_set: &queries,
-                        beginning_of_pass_write_index: Some(0),
-                        end_of_pass_write_index: Some(1),
+                    timestamp_writes: times.map(|(times, run)| wgpu::ComputePassTimestampWrites {
+                        query_set: &times.ends,
+                        beginning_of_pass_write_index: Some(2 * run as u32),
+                        end_of_pass_write_index: Some(2 * run as u32 + 1),
                     }),
                 });
                 let (sites, factors) = self.pool.layer(0);
                 let lora = adapters.then_some((&batch, sites, factors));
-                let tensors = MoeTensors { tokens, x: &x, out: &out, accumulate: false, status: &status, lora };
+                let tensors = MoeTensors { tokens, x, out: &out, accumulate: false, status: &status, lora };
                 self.layer.record(&mut rec, &mut pass, &tensors).expect("a recording");
             }
-            encoder.resolve_query_set(&queries, 0..2, &resolved, 0);
             rec.flush();
-            self.gpu.queue().submit([encoder.finish()]);
-            let ticks: Vec<u64> = bytemuck::pod_collect_to_vec(&self.gpu.read(&resolved, 0, 16).expect("a device"));
-            // The first runs compile shaders and wake the device.
-            if run >= 3 {
-                times.push((ticks[1] - ticks[0]) as f64 * f64::from(self.gpu.queue().get_timestamp_period()) / 1000.0);
+            gpu.queue().submit([encoder.finish()]);
+            rec.profiled()
+        };
+        // Compiles shaders, then keeps the device busy until its clock is up.
+        once(None, 0);
+        let bytes = gpu.read(&out.buffer, 0, (tokens * d * 4) as u64).expect("a device");
+        let begin = std::time::Instant::now();
+        while runs > 1 && begin.elapsed() < WARM_UP {
+            for i in 0..8 {
+                once(None, i);
+            }
+            gpu.device().poll(wgpu::PollType::wait_indefinitely()).expect("a device");
+        }
+        for run in 0..runs {
+            times.labels = once(Some((&times, run)), run);
+        }
+        (times.report(gpu), bytemuck::pod_collect_to_vec(&bytes))
+    }
+}
+
+/// Timestamps of some runs: both ends of each, and the end of each dispatch.
+struct Times {
+    runs: usize,
+    ends: wgpu::QuerySet,
+    stages: Vec<wgpu::QuerySet>,
+    labels: Vec<String>,
+}
+
+impl Times {
+    fn new(gpu: &Gpu, runs: usize) -> Self {
+        let set = |count: u32| {
+            let ty = wgpu::QueryType::Timestamp;
+            gpu.device().create_query_set(&wgpu::QuerySetDescriptor { label: None, ty, count })
+        };
+        let stages = (0..runs).map(|_| set(STAGES)).collect();
+        Self { runs, ends: set(2 * runs as u32), stages, labels: Vec::new() }
+    }
+
+    /// Prints the median of each dispatch, if there are any; the median of the whole.
+    fn report(&self, gpu: &Gpu) -> f64 {
+        let ends = Self::microseconds(gpu, &self.ends, 2 * self.runs);
+        if !self.labels.is_empty() {
+            let stages: Vec<Vec<f64>> =
+                self.stages.iter().map(|set| Self::microseconds(gpu, set, self.labels.len())).collect();
+            for (i, label) in self.labels.iter().enumerate() {
+                let before = |run: usize| if i == 0 { ends[2 * run] } else { stages[run][i - 1] };
+                let part = median((0..self.runs).map(|run| stages[run][i] - before(run)).collect());
+                println!("       {part:>9.1} us  {label}");
             }
         }
-        times.sort_by(f64::total_cmp);
-        times[times.len() / 2]
+        median(ends.chunks(2).map(|run| run[1] - run[0]).collect())
     }
+
+    fn microseconds(gpu: &Gpu, set: &wgpu::QuerySet, n: usize) -> Vec<f64> {
+        let resolved = gpu.device().create_buffer(&wgpu::BufferDescriptor {
+            label: None,
+            size: n as u64 * 8,
+            usage: wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC,
+            mapped_at_creation: false,
+        });
+        let mut encoder = gpu.device().create_command_encoder(&Default::default());
+        encoder.resolve_query_set(set, 0..n as u32, &resolved, 0);
+        gpu.queue().submit([encoder.finish()]);
+        let ticks: Vec<u64> = bytemuck::pod_collect_to_vec(&gpu.read(&resolved, 0, n as u64 * 8).expect("a device"));
+        ticks.into_iter().map(|t| t as f64 * f64::from(gpu.queue().get_timestamp_period()) / 1000.0).collect()
+    }
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
 }
 
 fn adapter(shape: MoeShape, seed: u64) -> Adapter {

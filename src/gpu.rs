@@ -8,6 +8,7 @@ use serde::Serialize;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::linker::{Pipeline, PipelineKey};
 use crate::plan::capabilities::Capabilities;
+use crate::plan::matrix;
 
 /// A class of kernel variants. Every stage has a baseline variant; higher tiers replace some of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -17,7 +18,7 @@ pub enum Tier {
     Baseline,
     /// Subgroup operations of any size from 4 to 128.
     Subgroup,
-    /// Cooperative matrices. Not available yet.
+    /// Cooperative matrices of f16 with sums of f32.
     Matrix,
 }
 
@@ -151,6 +152,9 @@ fn describe(index: usize, adapter: &wgpu::Adapter) -> GpuInfo {
     let mut tiers = vec![Tier::Baseline];
     if features.contains(wgpu::Features::SUBGROUP) && info.subgroup_min_size >= 4 {
         tiers.push(Tier::Subgroup);
+        if matrix::offered(&info, &features, &limits, &adapter.cooperative_matrix_properties()) {
+            tiers.push(Tier::Matrix);
+        }
     }
     GpuInfo {
         index,
@@ -227,15 +231,29 @@ impl Gpu {
     /// What a device must be created with, so that [`Gpu::from_wgpu`] can use all that `adapter` offers.
     pub fn wanted(adapter: &wgpu::Adapter) -> (wgpu::Features, wgpu::Limits, wgpu::ExperimentalFeatures) {
         let offered = adapter.limits();
-        let features = adapter.features()
-            & (wgpu::Features::SUBGROUP | wgpu::Features::SHADER_F16 | wgpu::Features::TIMESTAMP_QUERY);
+        let matrices = describe(0, adapter).tiers.contains(&Tier::Matrix);
+        let mut features = wgpu::Features::SUBGROUP
+            | wgpu::Features::SHADER_F16
+            | wgpu::Features::TIMESTAMP_QUERY
+            | wgpu::Features::TIMESTAMP_QUERY_INSIDE_PASSES;
+        if matrices {
+            features |= wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX;
+        }
+        let features = adapter.features() & features;
         let limits = wgpu::Limits {
             max_buffer_size: offered.max_buffer_size,
             max_storage_buffer_binding_size: offered.max_storage_buffer_binding_size,
             max_compute_workgroup_storage_size: offered.max_compute_workgroup_storage_size,
             ..wgpu::Limits::defaults()
         };
-        (features, limits, wgpu::ExperimentalFeatures::disabled())
+        let experimental = if matrices {
+            // SAFETY: the one experimental feature asked for is cooperative matrices; the shaders that use them load only
+            // from workgroup memory, within its bounds, and every variant of them is tested against the oracle.
+            unsafe { wgpu::ExperimentalFeatures::enabled() }
+        } else {
+            wgpu::ExperimentalFeatures::disabled()
+        };
+        (features, limits, experimental)
     }
 
     /// Uses a device and queue that the caller made, with the features and limits of [`Gpu::wanted`] or fewer:
@@ -265,6 +283,12 @@ impl Gpu {
         info.max_buffer_bytes = limits.max_buffer_size;
         if !device.features().contains(wgpu::Features::SUBGROUP) {
             info.tiers.retain(|t| *t == Tier::Baseline);
+        }
+        let granted = device.features();
+        if !granted.contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX | wgpu::Features::SHADER_F16)
+            || limits.max_compute_workgroup_storage_size < matrix::WORKGROUP_BYTES
+        {
+            info.tiers.retain(|t| *t != Tier::Matrix);
         }
         let best = *info.tiers.last().unwrap_or(&Tier::Baseline);
         let tier = tier.unwrap_or(best);

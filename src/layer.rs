@@ -3,16 +3,19 @@
 use crate::activation::Activation;
 use crate::adapter::sites::LayerSites;
 use crate::error::{Error, ErrorKind, Result};
-use crate::kernels::activation::Activate;
+use crate::kernels::activation::{Activate, Hidden};
 use crate::kernels::align::{Align, Aligned};
 use crate::kernels::combine::Combine;
 use crate::kernels::expert_gemm::{ExpertGemm, Rows, Weights};
+use crate::kernels::expert_gemm_matrix::ExpertGemmMatrix;
 use crate::kernels::localise::Localise;
 use crate::kernels::lora::{self, Factors, Lora, LoraSite};
+use crate::kernels::pack::Packed;
 use crate::kernels::remap::Remap;
 use crate::kernels::route::Route;
 use crate::kernels::{Recording, View};
 use crate::plan::capabilities::Capabilities;
+use crate::plan::matrix::{self, MatrixTile};
 use crate::plan::rows;
 use crate::router::{NoAdapter, RouteOptions};
 use crate::shape::MoeShape;
@@ -65,8 +68,8 @@ impl LoraBatch {
         tokens: usize,
         sites: impl Iterator<Item = &'a LoraSite>,
     ) -> Result<Self> {
-        let Some(tile) = rows::tile(tokens, self.adapters) else { return Ok(self) };
         let caps = rec.gpu().capabilities().clone();
+        let Some(tile) = rows::adapter_tile(&caps, tokens, self.adapters) else { return Ok(self) };
         let columns: Vec<u32> = sites.flat_map(|s| lora::column_tiles(&caps, s, self.max_rank, tile)).collect();
         let align = Align {
             pairs: tokens,
@@ -157,6 +160,7 @@ impl MoeLayer {
             y: &logits,
             y_stride: e,
             accumulate: false,
+            exact: true,
         }
         .record(rec, pass)?;
         if let Some((batch, sites, factors)) = t.lora
@@ -236,36 +240,38 @@ impl MoeLayer {
                 }
             };
 
-        // Experts.
+        // Experts. On the matrix tier both operands of a product are f16, packed where they are made.
+        let matrix = aligned.as_ref().is_some_and(|aligned| MatrixTile::of(aligned.tile).is_some());
+        let (rows, accumulate, exact) = (pairs, false, false);
         let gate_up = rec.scratch("gate_up", (pairs * 2 * f * 4) as u64)?;
-        ExpertGemm {
-            rows: pairs,
-            row_div: a,
-            select,
-            x: t.x,
-            weights: &self.gate_up,
-            y: &gate_up,
-            y_stride: 2 * f,
-            accumulate: false,
-        }
-        .record(rec, pass)?;
-        with_adapters(rec, pass, false, t.x, &gate_up)?;
-        let h = rec.scratch("expert h", (pairs * f * 4) as u64)?;
-        Activate { rows: pairs, width: f, kind: self.activation, gate_up: &gate_up, ids: Some(&ids), h: &h }
-            .record(rec, pass)?;
         let y = rec.scratch("expert y", (pairs * d * 4) as u64)?;
-        ExpertGemm {
-            rows: pairs,
-            row_div: 1,
-            select,
-            x: &h,
-            weights: &self.down,
-            y: &y,
-            y_stride: d,
-            accumulate: false,
+        let h = rec.scratch("expert h", (pairs * f * 4) as u64)?;
+        {
+            let (row_div, x, weights, y, y_stride) = (a, t.x, &self.gate_up, &gate_up, 2 * f);
+            ExpertGemm { rows, row_div, select, x, weights, y, y_stride, accumulate, exact }.record(rec, pass)?;
         }
-        .record(rec, pass)?;
-        with_adapters(rec, pass, true, &h, &y)?;
+        with_adapters(rec, pass, false, t.x, &gate_up)?;
+        let activate = Activate {
+            rows: pairs,
+            width: f,
+            kind: self.activation,
+            gate_up: &gate_up,
+            ids: Some(&ids),
+            h: Hidden::Plain(&h),
+        };
+        let (row_div, weights, y_stride) = (1, &self.down, d);
+        // Adapters read h in f32.
+        if matrix && adapters.is_none() {
+            let packed = Packed::scratch(rec, "packed", pairs, f)?;
+            Activate { h: Hidden::Packed(&packed), ..activate }.record(rec, pass)?;
+            ExpertGemmMatrix { rows, row_div, select, x: &packed, weights, y: &y, y_stride, accumulate }
+                .record(rec, pass)?;
+        } else {
+            activate.record(rec, pass)?;
+            ExpertGemm { rows, row_div, select, x: &h, weights, y: &y, y_stride, accumulate, exact }
+                .record(rec, pass)?;
+            with_adapters(rec, pass, true, &h, &y)?;
+        }
         Combine {
             tokens: t.tokens,
             top_k: a,
@@ -288,7 +294,9 @@ impl MoeLayer {
         pairs: usize,
         ids: &View,
     ) -> Result<Option<Aligned>> {
-        let Some(tile) = rows::tile(pairs, self.experts) else { return Ok(None) };
+        let matrix = caps.matrix && self.gate_up.exponent.is_some() && self.down.exponent.is_some();
+        let tile = if matrix { matrix::tile(pairs, self.experts) } else { rows::tile(pairs, self.experts) };
+        let Some(tile) = tile else { return Ok(None) };
         let columns: Vec<u32> = self.gate_up.columns(caps, tile).chain(self.down.columns(caps, tile)).collect();
         Align {
             pairs,
@@ -315,7 +323,7 @@ impl MoeLayer {
         batch: &LoraBatch,
         sites: &LayerSites,
     ) -> Result<Option<Aligned>> {
-        let Some(tile) = rows::tile(pairs, self.experts * batch.adapters) else { return Ok(None) };
+        let Some(tile) = rows::adapter_tile(caps, pairs, self.experts * batch.adapters) else { return Ok(None) };
         let columns: Vec<u32> = [&sites.gate_up, &sites.down]
             .into_iter()
             .flat_map(|s| lora::column_tiles(caps, s, batch.max_rank, tile))

@@ -7,6 +7,7 @@ use crate::family::Role;
 use crate::gpu::Gpu;
 use crate::kernels::View;
 use crate::kernels::expert_gemm::Weights;
+use crate::plan::matrix;
 use crate::plan::pieces::cut;
 
 /// Staging memory that may be pending at a time.
@@ -96,25 +97,30 @@ impl<'a> Uploader<'a> {
             pieces.push((piece, View::whole(&buffer)));
             buffers.push(buffer);
         }
-        for matrix in 0..count {
+        let measured = self.gpu.capabilities().matrix;
+        let mut largest = vec![0f32; count];
+        for m in 0..count {
             // Where this part begins, in rows of the matrix.
             let mut row = 0;
-            for (part_type, bytes) in parts(matrix)? {
+            for (part_type, bytes) in parts(m)? {
                 if part_type != dtype {
                     return Err(Error::new(
                         ErrorKind::Unsupported,
                         format!("`{label}`: stored as {} and {}, expected one type", dtype.name(), part_type.name()),
                     ));
                 }
+                if measured {
+                    largest[m] = largest[m].max(matrix::largest(dtype, bytes));
+                }
                 let rows = bytes.len() / row_bytes as usize;
                 for ((piece, _), buffer) in pieces.iter().zip(&buffers) {
-                    if matrix < piece.first || matrix >= piece.first + piece.count {
+                    if m < piece.first || m >= piece.first + piece.count {
                         continue;
                     }
                     let begin = row.max(piece.row_begin);
                     let end = (row + rows).min(piece.row_begin + piece.rows);
                     if begin < end {
-                        let offset = ((matrix - piece.first) * piece.rows + begin - piece.row_begin) as u64 * row_bytes;
+                        let offset = ((m - piece.first) * piece.rows + begin - piece.row_begin) as u64 * row_bytes;
                         let from = (begin - row) * row_bytes as usize;
                         let to = (end - row) * row_bytes as usize;
                         self.write(buffer, offset, &bytes[from..to])?;
@@ -123,7 +129,8 @@ impl<'a> Uploader<'a> {
                 row += rows;
             }
         }
-        Ok(Weights { dtype, count, out_dim, in_dim, pieces })
+        let exponent = measured.then(|| matrix::weight_exponent(dtype, &largest)).flatten();
+        Ok(Weights { dtype, count, out_dim, in_dim, pieces, exponent })
     }
 
     /// Uploads one matrix made of the rows of several tensors.

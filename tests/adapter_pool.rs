@@ -8,7 +8,7 @@ mod gpu_run;
 #[path = "common/moe.rs"]
 mod moe;
 
-use common::{Rng, TOL_F32, rel_err};
+use common::{Rng, rel_err, tolerance};
 use moe::{Batch, SHAPE, Twin, adapter, forward, pin};
 use wgmoe::adapter::Site;
 use wgmoe::adapter::pool::AdapterId;
@@ -126,6 +126,6 @@ fn pinned_adapters_stay_and_the_least_recently_used_goes() {
         let expected = twin.expected(&mixed.x, &mixed.mapping, &held);
         let (got, _) = forward(&gpu, &twin.device, Some(&pool), &mixed);
         let off = rel_err(&got, &expected.out);
-        assert!(off <= TOL_F32, "off by {off}");
+        assert!(off <= tolerance(&gpu), "off by {off}");
     }
 }

@@ -114,7 +114,6 @@ fn mistakes_in_the_command_line_exit_with_2() {
         (run(&["--prompt", "a", "--message", "b"]), "--message"),
         (run(&["--prompt", "a", "--lora", "shout"]), "NAME=DIR"),
         (run(&["--prompt", "a", "--adapter", "shout"]), "adapter `shout` is not loaded"),
-        (run(&["--prompt", "a", "--tier", "matrix"]), "tier matrix: not available"),
         (run(&["--prompt", "a", "--tier", "huge"]), "--tier"),
         (run(&["--prompt", "a", "--max-tokens", "0"]), "max_tokens"),
         (run(&["--prompt", "a", "--temperature", "nan"]), "--temperature"),
@@ -123,7 +122,7 @@ fn mistakes_in_the_command_line_exit_with_2() {
         (run(&["--prompt", "a", "--lora", "x=a", "--lora", "x=b"]), "given twice"),
         (vec!["score", "--model", &base, "--requests", "x", "--format", "table"], "--format"),
         (vec!["perplexity", "--model", &base], "--text"),
-        (vec!["devices", "--tier", "matrix"], "tier matrix: not available"),
+        (vec!["devices", "--tier", "huge"], "--tier"),
     ];
     for (args, word) in &cases {
         refused(args, 2, &[word]);

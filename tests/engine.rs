@@ -214,7 +214,10 @@ fn a_long_prompt_is_read_in_parts_with_the_same_result() {
         assert_eq!(answers[0].1, answers[1].1);
         assert_eq!(answers[0].0.len(), 22 * 258);
         let off = largest_difference(&answers[0].0, &answers[1].0);
-        assert!(off < 1e-3, "{off}");
+        // On the matrix tier parts of few rows are computed in f32, and the whole in f16.
+        let most = answers[0].0.iter().fold(0f32, |m, v| m.max(v.abs()));
+        let allowed = if gpu.capabilities().matrix { 5e-2 * most } else { 1e-3 };
+        assert!(off < allowed, "{} off by {off} of {most}", gpu.tier());
     }
 }
 

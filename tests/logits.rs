@@ -124,11 +124,12 @@ fn logits_and_greedy_tokens_match_both_references_alone_and_mixed() {
                 let what = format!("{} {version} {case} prompt {i}", gpu.tier());
                 let expected = floats(&file, &format!("{case}.logits.{i}")).unwrap();
                 let off = largest_difference(&logits, &expected);
-                if off > common::TOL_LOGITS {
+                if off > common::logit_tolerance(&gpu) {
                     failures.push(format!("{what}: logits differ by {off}"));
                 }
                 let off = largest_difference(&logits, mixed_logits);
-                if off > 1e-4 {
+                let allowed = if gpu.capabilities().matrix { common::TOL_MATRIX_LOGITS } else { 1e-4 };
+                if off > allowed {
                     failures.push(format!("{what}: alone and mixed differ by {off}"));
                 }
                 if *max_tokens > 0 {

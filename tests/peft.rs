@@ -83,7 +83,7 @@ fn logits_with_every_saved_adapter_equal_those_of_peft() {
                 assert_eq!(got.len(), expected.len(), "{name} {what}");
                 let off = largest_difference(&got, &expected);
                 // NaN compares as false.
-                if off > 1e-4 {
+                if off > if gpu.capabilities().matrix { 5e-2 } else { 1e-4 } {
                     failures.push(format!("{} {name} {what}: off by {off}", gpu.tier()));
                 }
             }

@@ -104,12 +104,14 @@ impl Aligned {
     }
 }
 
-/// Pairs a chunk: small chunks cost less comparing, large ones less memory where there are many buckets.
+/// Pairs a chunk: small chunks cost less comparing, large ones less memory where there are many buckets and fewer steps in
+/// the sums over chunks.
 pub const CHUNKS: [u32; 2] = [64, 256];
 
 fn chunk(pairs: usize, buckets: usize) -> u32 {
     let [small, large] = CHUNKS;
-    if pairs.div_ceil(small as usize) * (buckets + 1) <= 1 << 20 { small } else { large }
+    let chunks = pairs.div_ceil(small as usize);
+    if chunks <= 64 && chunks * (buckets + 1) <= 1 << 20 { small } else { large }
 }
 
 /// The variables of count and scatter.

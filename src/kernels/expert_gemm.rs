@@ -3,10 +3,13 @@
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::align::Aligned;
+use crate::kernels::expert_gemm_matrix::ExpertGemmMatrix;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
+use crate::kernels::pack::{Pack, Packed};
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;
+use crate::plan::matrix::{self, MatrixTile};
 use crate::plan::pieces::Piece;
 
 /// The shader.
@@ -55,6 +58,8 @@ pub struct Weights {
     pub in_dim: usize,
     /// The bindings.
     pub pieces: Vec<(Piece, View)>,
+    /// Power of two that brings the weights into the range of f16, for the matrix tier; `None`: f32 arithmetic only.
+    pub exponent: Option<i32>,
 }
 
 /// Which rows of x meet which matrix.
@@ -105,6 +110,8 @@ pub struct ExpertGemm<'a> {
     pub y_stride: usize,
     /// Add to y.
     pub accumulate: bool,
+    /// f32 arithmetic on every tier: for the router, whose logits decide ids.
+    pub exact: bool,
 }
 
 /// Tile height of a dense product of `rows` rows with `out_rows` columns.
@@ -170,6 +177,9 @@ pub fn vars(caps: &Capabilities, dtype: DType, rows: &'static str, tile: usize) 
 
 /// Column tiles of a product with `out_rows` rows of weights at tile height `tile`.
 pub fn column_tiles(caps: &Capabilities, out_rows: usize, tile: usize) -> u32 {
+    if let Some(cut) = MatrixTile::of(tile) {
+        return (out_rows as u32).div_ceil(cut.columns);
+    }
     let owners = if along_depth(caps, tile) { SUBGROUPS } else { caps.gemm_lanes };
     out_rows.div_ceil((owners * per_lane(caps, tile)) as usize) as u32
 }
@@ -187,6 +197,9 @@ impl ExpertGemm<'_> {
     /// # Errors
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+        if self.on_matrices(rec.gpu().capabilities()) {
+            return self.record_matrix(rec, pass);
+        }
         let tile = match self.select {
             Rows::Dense => dense_tile(rec.gpu().capabilities(), self.rows, self.weights.out_dim),
             Rows::Pairs(_) => 1,
@@ -218,5 +231,22 @@ impl ExpertGemm<'_> {
             rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &[self.x, view, ids, self.y], &grid);
         }
         Ok(())
+    }
+
+    fn on_matrices(&self, caps: &Capabilities) -> bool {
+        let many = match self.select {
+            Rows::Dense => matrix::dense(self.rows, self.weights.out_dim).is_some(),
+            Rows::Tiles(aligned) => MatrixTile::of(aligned.tile).is_some(),
+            Rows::Pairs(_) => false,
+        };
+        caps.matrix && many && !self.exact && self.weights.exponent.is_some()
+    }
+
+    /// The same product on cooperative matrices, with rows packed for it.
+    fn record_matrix(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+        let packed = Packed::scratch(rec, "packed", self.rows.div_ceil(self.row_div), self.weights.in_dim)?;
+        Pack { x: self.x, packed: &packed }.record(rec, pass)?;
+        let Self { rows, row_div, select, weights, y, y_stride, accumulate, .. } = *self;
+        ExpertGemmMatrix { rows, row_div, select, x: &packed, weights, y, y_stride, accumulate }.record(rec, pass)
     }
 }

@@ -78,12 +78,27 @@ pub struct Recording {
     current: usize,
     scratch: HashMap<&'static str, wgpu::Buffer>,
     groups: HashMap<(usize, wgpu::BindGroupLayout, Vec<View>), wgpu::BindGroup>,
+    profile: Option<Profile>,
+}
+
+/// Where dispatches leave the time at which they ended.
+struct Profile {
+    queries: wgpu::QuerySet,
+    capacity: usize,
+    labels: Vec<String>,
 }
 
 impl Recording {
     /// An empty recording on `gpu`.
     pub fn new(gpu: &Gpu) -> Self {
-        Self { gpu: gpu.clone(), chunks: Vec::new(), current: 0, scratch: HashMap::new(), groups: HashMap::new() }
+        Self {
+            gpu: gpu.clone(),
+            chunks: Vec::new(),
+            current: 0,
+            scratch: HashMap::new(),
+            groups: HashMap::new(),
+            profile: None,
+        }
     }
 
     /// The device it records for.
@@ -161,6 +176,12 @@ impl Recording {
             Grid::Direct([x, y, z]) => pass.dispatch_workgroups(*x, *y, *z),
             Grid::Indirect(buffer, at) => pass.dispatch_workgroups_indirect(buffer, *at),
         }
+        if let Some(profile) = &mut self.profile
+            && profile.labels.len() < profile.capacity
+        {
+            pass.write_timestamp(&profile.queries, profile.labels.len() as u32);
+            profile.labels.push(pipeline.label.clone());
+        }
     }
 
     fn push(&mut self, params: &[u8]) -> (usize, u32) {
@@ -191,6 +212,17 @@ impl Recording {
                 chunk.flushed = chunk.bytes.len();
             }
         }
+    }
+
+    /// From now on the n-th dispatch leaves a timestamp in query n, while there are any; needs
+    /// `TIMESTAMP_QUERY_INSIDE_PASSES`. It makes dispatches wait for each other, so their sum is more than the whole.
+    pub fn profile(&mut self, queries: &wgpu::QuerySet, capacity: usize) {
+        self.profile = Some(Profile { queries: queries.clone(), capacity, labels: Vec::new() });
+    }
+
+    /// The labels of the dispatches profiled since the last call, in order.
+    pub fn profiled(&mut self) -> Vec<String> {
+        self.profile.as_mut().map(|p| std::mem::take(&mut p.labels)).unwrap_or_default()
     }
 
     /// Starts over, keeping buffers and bind groups.

@@ -4,9 +4,11 @@ use crate::activation::Activation;
 use crate::dtype::DType;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
-    activation, align, attention, combine, embed, expert_gemm, localise, lora, norm, remap, rope, route, sample,
+    activation, align, attention, combine, embed, expert_gemm, expert_gemm_matrix, localise, lora, norm, pack, remap,
+    rope, route, sample,
 };
 use crate::plan::capabilities::Capabilities;
+use crate::plan::matrix::TILES;
 use crate::router::{GroupScore, RouteOptions, Score};
 
 /// Storage types of weights.
@@ -16,6 +18,13 @@ const DENSE: [(&str, usize); 3] = [("dense", 1), ("dense", 4), ("dense", 8)];
 const PAIRS: [(&str, usize); 4] = [("pairs", 1), ("tiles", 1), ("tiles", 4), ("tiles", 8)];
 /// Widths of a head that give different attention variants.
 const HEAD_DIMS: [usize; 5] = [24, 32, 64, 128, 256];
+
+const ACTIVATIONS: [Activation; 4] = [
+    Activation::Silu,
+    Activation::Gelu,
+    Activation::SwigluClamped { alpha: 1.702, limit: 7.0 },
+    Activation::ReluSquared,
+];
 
 /// Every kernel with every set of variables that a device with `caps` can meet, each once. Attention has a variant for
 /// each width of a head; the widths of known models stand for all.
@@ -35,12 +44,14 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
         }
         all.push((&embed::EMBED, embed::vars(dtype)));
     }
+    if caps.matrix {
+        matrix_variants(caps, &mut all);
+    }
     for (rows, tile) in PAIRS {
         all.push((&lora::LORA_SHRINK, lora::shrink_vars(caps, rows, tile)));
         all.push((&lora::LORA_EXPAND, lora::expand_vars(caps, rows, tile)));
     }
-    let clamped = Activation::SwigluClamped { alpha: 1.702, limit: 7.0 };
-    for kind in [Activation::Silu, Activation::Gelu, clamped, Activation::ReluSquared] {
+    for kind in ACTIVATIONS {
         for dense in [false, true] {
             all.push((&activation::ACTIVATION, activation::vars(kind, dense)));
         }
@@ -71,4 +82,21 @@ fn routes(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
         }
     }
     all
+}
+
+fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
+    all.push((&pack::PACK, pack::vars()));
+    for (dtype, scaled) in [(DType::F16, false), (DType::Bf16, false), (DType::Bf16, true)] {
+        for (rows, ragged) in [("dense", false), ("dense", true), ("tiles", false), ("tiles", true)] {
+            for tile in TILES {
+                let vars = expert_gemm_matrix::vars(caps, dtype, rows, tile, [scaled, ragged]);
+                all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars));
+            }
+        }
+    }
+    for kind in ACTIVATIONS {
+        for dense in [false, true] {
+            all.push((&activation::ACTIVATION_PACK, activation::pack_vars(kind, dense)));
+        }
+    }
 }

@@ -5,7 +5,7 @@ use crate::adapter::sites::LayerSites;
 use crate::checkpoint::MlpKind;
 use crate::error::Result;
 use crate::gpu::Gpu;
-use crate::kernels::activation::Activate;
+use crate::kernels::activation::{Activate, Hidden};
 use crate::kernels::attention::Attention;
 use crate::kernels::embed::Embed;
 use crate::kernels::expert_gemm::{ExpertGemm, Rows};
@@ -181,6 +181,7 @@ impl Model {
                 y: &logits,
                 y_stride: c.vocab,
                 accumulate: false,
+                exact: false,
             };
             product.record(rec, pass)?;
             Ok(Some(logits))
@@ -211,8 +212,8 @@ impl Model {
                      y: &View,
                      y_stride,
                      accumulate| {
-            ExpertGemm { rows: t.rows, row_div: 1, select: Rows::Dense, x, weights, y, y_stride, accumulate }
-                .record(rec, pass)
+            let (rows, row_div, select, exact) = (t.rows, 1, Rows::Dense, false);
+            ExpertGemm { rows, row_div, select, x, weights, y, y_stride, accumulate, exact }.record(rec, pass)
         };
         let adapt = |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, site, x: &View, y: &View| match &t.lora {
             Some(batch) => batch.record_dense(rec, pass, site, factors, t.rows, x, y),
@@ -277,7 +278,8 @@ impl Model {
                 adapt(rec, pass, &sites.gate_up, &x, &both)?;
                 let h = rec.scratch("dense h", (t.rows * f * 4) as u64)?;
                 let kind = crate::activation::Activation::Silu;
-                Activate { rows: t.rows, width: f, kind, gate_up: &both, ids: None, h: &h }.record(rec, pass)?;
+                Activate { rows: t.rows, width: f, kind, gate_up: &both, ids: None, h: Hidden::Plain(&h) }
+                    .record(rec, pass)?;
                 dense(rec, pass, &h, down, hidden, d, true)?;
                 adapt(rec, pass, &sites.down, &h, hidden)
             }

@@ -21,6 +21,8 @@ pub struct Capabilities {
     /// The lanes of a product lie along the rows of the weights, a subgroup a run of rows: where memory is read in cache
     /// lines. Else each lane has rows of its own: where every lane's load costs, as in software. Needs `one_subgroup`.
     pub along_depth: bool,
+    /// Products of many rows run on cooperative matrices.
+    pub matrix: bool,
     /// Multiply-accumulates that one submission may hold (a desktop driver resets a device after about two seconds).
     pub macs_per_submission: u64,
 }
@@ -65,6 +67,7 @@ impl Capabilities {
             one_subgroup,
             gemm_lanes: if info.software { 16 } else { 64 },
             along_depth: one_subgroup && !info.software && 4 * min <= limits.max_compute_invocations_per_workgroup,
+            matrix: one_subgroup && tier >= Tier::Matrix,
             macs_per_submission: if info.software { 100_000_000 } else { 200_000_000_000 },
         })
     }

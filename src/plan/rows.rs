@@ -1,5 +1,7 @@
 //! How pairs meet matrices: one by one, or sorted into tiles.
 
+use crate::plan::capabilities::Capabilities;
+
 /// Tile height for `pairs` spread over `matrices`, or `None` for one pair at a time.
 ///
 /// A tile reads a matrix once for all its pairs, but a bucket with fewer pairs than the tile wastes the rest: tiles of 4
@@ -13,6 +15,12 @@ pub fn tile(pairs: usize, matrices: usize) -> Option<usize> {
     } else {
         Some(8)
     }
+}
+
+/// The same for adapters. Where the lanes of a product lie along the depth, tiles of 8 do not: a rank has too few columns
+/// for lanes that own one each.
+pub fn adapter_tile(caps: &Capabilities, pairs: usize, matrices: usize) -> Option<usize> {
+    tile(pairs, matrices).map(|tile| if caps.along_depth { tile.min(4) } else { tile })
 }
 
 #[cfg(test)]

@@ -37,6 +37,7 @@ pub fn every_variant() -> Vec<Gpu> {
         all.push(all[i].with_capabilities(Capabilities {
             row_lanes: 64,
             one_subgroup: false,
+            matrix: false,
             along_depth: false,
             gemm_lanes: wide,
             ..own.clone()

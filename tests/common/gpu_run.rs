@@ -6,6 +6,7 @@ use wgmoe::Gpu;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::expert_gemm::Weights;
 use wgmoe::kernels::{Recording, View};
+use wgmoe::plan::matrix;
 use wgmoe::plan::pieces::cut;
 
 /// Elements behind every output that no kernel may touch.
@@ -103,5 +104,7 @@ pub fn weights(
         (piece, upload(gpu, &part))
     });
     let pieces = pieces.collect();
-    (Weights { dtype, count, out_dim: out, in_dim: inner, pieces }, dtype.decode(&bytes))
+    let largest: Vec<f32> = bytes.chunks((out * row).max(1)).map(|m| matrix::largest(dtype, m)).collect();
+    let exponent = matrix::weight_exponent(dtype, &largest);
+    (Weights { dtype, count, out_dim: out, in_dim: inner, pieces, exponent }, dtype.decode(&bytes))
 }

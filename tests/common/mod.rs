@@ -12,6 +12,16 @@ pub const TOL_MATRIX_LOGITS: f32 = 5e-2;
 /// Ids of a route whose keys are computed in f32 are owed where the oracle's gap exceeds this.
 pub const ROUTE_GAP: f32 = 1e-5;
 
+/// What a stage's result may be off by on the tier of this device.
+pub fn tolerance(gpu: &wgmoe::Gpu) -> f32 {
+    if gpu.capabilities().matrix { TOL_MATRIX } else { TOL_F32 }
+}
+
+/// What logits of standard deviation about 1 may be off by on it.
+pub fn logit_tolerance(gpu: &wgmoe::Gpu) -> f32 {
+    if gpu.capabilities().matrix { TOL_MATRIX_LOGITS } else { TOL_LOGITS }
+}
+
 /// Prefill of float outputs: an unwritten element fails every comparison.
 pub const UNWRITTEN_F32: f32 = f32::NAN;
 /// Prefill of integer outputs: not the sentinel, and out of range everywhere.

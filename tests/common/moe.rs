@@ -23,7 +23,7 @@ use crate::gpu_run::{Output, run_in, upload, weights};
 
 pub const SHAPE: MoeShape = MoeShape { experts: 8, top_k: 3, hidden: 24, expert_width: 16 };
 /// Every scratch buffer of a layer, and bytes that are enough for each.
-const SCRATCH: [&str; 13] = [
+const SCRATCH: [&str; 14] = [
     "router logits",
     "topk_ids",
     "topk_weights",
@@ -33,6 +33,7 @@ const SCRATCH: [&str; 13] = [
     "gate_up",
     "expert h",
     "expert y",
+    "packed",
     "lora u",
     "expert tiles",
     "virtual tiles",

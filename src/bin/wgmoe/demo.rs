@@ -72,7 +72,7 @@ struct Greedy {
 }
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
-    let tier = options.device.tier()?;
+    let tier = options.device.tier();
     let path = options.dir.join("reference.json");
     let place = || format!("`{}`", path.display());
     let reference: Reference =

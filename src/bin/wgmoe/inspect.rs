@@ -96,7 +96,6 @@ fn size(text: &str) -> Result<u64, String> {
 }
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
-    options.device.tier()?;
     let first = Topology::new(options.tp, options.ep, options.rank).map_err(|e| usage(e.to_string()))?;
     let ranks = if options.all_ranks { 0..first.world() } else { first.rank()..first.rank() + 1 };
     let topologies = ranks.map(|rank| first.at(rank)).collect::<Result<Vec<_>, _>>()?;

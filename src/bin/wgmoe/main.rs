@@ -83,19 +83,19 @@ enum Format {
 }
 
 impl Device {
-    /// The tier asked for, `None` for the best; a tier that does not exist yet is a usage error.
-    fn tier(&self) -> anyhow::Result<Option<Tier>> {
+    /// The tier asked for, `None` for the best.
+    fn tier(&self) -> Option<Tier> {
         match self.tier {
-            TierChoice::Auto => Ok(None),
-            TierChoice::Baseline => Ok(Some(Tier::Baseline)),
-            TierChoice::Subgroup => Ok(Some(Tier::Subgroup)),
-            TierChoice::Matrix => Err(usage("tier matrix: not available")),
+            TierChoice::Auto => None,
+            TierChoice::Baseline => Some(Tier::Baseline),
+            TierChoice::Subgroup => Some(Tier::Subgroup),
+            TierChoice::Matrix => Some(Tier::Matrix),
         }
     }
 
     /// Opens the device; a `--device` that matches none is a usage error that lists what there is.
     fn open(&self) -> anyhow::Result<Gpu> {
-        self.open_tier(self.tier()?)
+        self.open_tier(self.tier())
     }
 
     fn open_tier(&self, tier: Option<Tier>) -> anyhow::Result<Gpu> {

@@ -56,7 +56,7 @@ pub struct Options {
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
     options.files.check_adapter("--adapter", options.adapter.as_deref())?;
-    let tier = options.device.tier()?;
+    let tier = options.device.tier();
     let files = options.files.open()?;
     let tasks = match (&options.text, &options.tokens) {
         (Some(path), _) => vec![text_task(&files, path)?],

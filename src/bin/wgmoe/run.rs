@@ -76,7 +76,7 @@ pub struct Options {
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
     let sampling = options.sampling()?;
-    let tier = options.device.tier()?;
+    let tier = options.device.tier();
     let inputs = options.inputs()?;
     let files = options.files.open()?;
     let jobs = inputs.iter().map(|input| options.job(&files, input, &sampling)).collect::<Result<Vec<_>, _>>()?;

@@ -53,7 +53,7 @@ struct Scored<'a> {
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
     let OnlyJson::Json = options.format;
-    let tier = options.device.tier()?;
+    let tier = options.device.tier();
     let mut lines = read_lines::<ScoreLine>("--requests", &options.requests)?;
     for line in &lines {
         options.files.check_adapter(&line.place, line.value.adapter.as_deref())?;

@@ -1,0 +1,41 @@
+// Rows of f32 as f16, each times a power of two that keeps it within range whatever its values. The exponents lie behind
+// all rows, one vec4 each, exact as integers of f16. `expert_gemm_matrix` reads both. One workgroup a row.
+enable f16;
+
+struct PackParams {
+    rows: u32,
+    // K / 4.
+    quads: u32,
+    pad0: u32,
+    pad1: u32,
+}
+
+@group(0) @binding(0) var<uniform> params: PackParams;
+@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>; // [rows, K]
+@group(0) @binding(2) var<storage, read_write> packed: array<vec4<f16>>; // [rows, K], exponents [rows]
+
+{% include "shared/rows.wgsl" %}
+{% include "shared/reduce.wgsl" %}
+{% include "shared/halves.wgsl" %}
+
+@compute @workgroup_size({{ lanes }})
+fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+    let row = folded(workgroup);
+    if (row >= params.rows) {
+        return;
+    }
+    let begin = row * params.quads;
+    var most = 0u;
+    for (var q = lane; q < params.quads; q = q + {{ lanes }}u) {
+        let v = bitcast<vec4<u32>>(abs(x[begin + q]));
+        most = max(most, max(max(v.x, v.y), max(v.z, v.w)));
+    }
+    let shift = half_shift(reduce_max_u32(most, lane));
+    let scale = power_of_two(shift);
+    for (var q = lane; q < params.quads; q = q + {{ lanes }}u) {
+        packed[begin + q] = vec4<f16>(x[begin + q] * scale);
+    }
+    if (lane == 0u) {
+        packed[params.rows * params.quads + row] = vec4<f16>(f16(shift));
+    }
+}

@@ -1,0 +1,146 @@
+//! The products of `expert_gemm` on cooperative matrices, for many rows.
+
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
+use crate::kernels::expert_gemm::{Rows, Weights};
+use crate::kernels::linker::{Kernel, Vars, pipeline};
+use crate::kernels::pack::Packed;
+use crate::kernels::params::params;
+use crate::kernels::{Grid, Recording, View};
+use crate::plan::capabilities::Capabilities;
+use crate::plan::matrix::{self, MatrixTile};
+
+/// The shader.
+pub static EXPERT_GEMM_MATRIX: Kernel = Kernel { stem: "expert_gemm_matrix", reads: 3, writes: 1 };
+
+params! {
+    /// Sizes of one product with one piece of the weights.
+    ExpertGemmMatrixParams {
+        /// P, or T when dense.
+        rows: u32,
+        /// Pairs that share a row of x.
+        row_div: u32,
+        /// Groups of eight in a row of W and of x.
+        groups: u32,
+        /// Rows of W in this piece.
+        out_rows: u32,
+        /// First column of y.
+        out_begin: u32,
+        /// Row of y in elements.
+        y_stride: u32,
+        /// First matrix of this piece.
+        first: u32,
+        /// Matrices of this piece.
+        count: u32,
+        /// 1: add to y.
+        accumulate: u32,
+        /// Word of `expert_ids`.
+        expert_base: u32,
+        /// Word of `sorted_token_ids`.
+        sorted_base: u32,
+        /// Where the exponents begin in x, in vec4.
+        exponents: u32,
+        /// Power of two that a weight is multiplied by.
+        w_scale: f32,
+        /// Its inverse.
+        w_unscale: f32,
+        /// Padding.
+        pad0: u32,
+        /// Padding.
+        pad1: u32,
+    }
+}
+
+/// Semantics: `y[p] (+)= W[id(p)] · x[p / row_div]` with f16 operands and f32 sums; rows of negative ids are left alone.
+pub struct ExpertGemmMatrix<'a> {
+    /// P, or T when dense.
+    pub rows: usize,
+    /// Pairs that share a row of x.
+    pub row_div: usize,
+    /// Which rows meet which matrix: dense, or tiles of a height that [`matrix::TILES`] has.
+    pub select: Rows<'a>,
+    /// `[rows / row_div, in]`.
+    pub x: &'a Packed,
+    /// The matrices, with an exponent.
+    pub weights: &'a Weights,
+    /// f32 `[rows, y_stride]`, written or added to.
+    pub y: &'a View,
+    /// Row of y in elements.
+    pub y_stride: usize,
+    /// Add to y.
+    pub accumulate: bool,
+}
+
+/// The variables of one variant: weights are scaled on the way, rows end within a step.
+pub fn vars(
+    caps: &Capabilities,
+    dtype: DType,
+    rows: &'static str,
+    tile: MatrixTile,
+    [scaled, ragged]: [bool; 2],
+) -> Vars {
+    vec![
+        ("dtype", dtype.name().into()),
+        ("rows", rows.into()),
+        ("height", tile.height.into()),
+        ("columns", tile.columns.into()),
+        ("depth", tile.depth.into()),
+        ("ahead", tile.ahead.into()),
+        ("sub_rows", tile.sub_rows.into()),
+        ("sub_columns", tile.sub_columns.into()),
+        ("strip", tile.strip().into()),
+        ("width", caps.row_lanes.into()),
+        ("scaled", scaled.into()),
+        ("ragged", ragged.into()),
+    ]
+}
+
+impl ExpertGemmMatrix<'_> {
+    /// Records the stage: one dispatch for each piece of the weights.
+    ///
+    /// # Errors
+    /// When the device refuses the shader; for weights or tiles that are none of this tier.
+    pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+        let w = self.weights;
+        let height = match self.select {
+            Rows::Tiles(aligned) => Some(aligned.tile),
+            Rows::Dense => matrix::dense(self.rows, w.out_dim),
+            Rows::Pairs(_) => None,
+        };
+        let (Some(tile), Some(exponent)) = (height.and_then(MatrixTile::of), w.exponent) else {
+            return Err(Error::new(ErrorKind::Unsupported, "matrix product: no tile or no exponent for these weights"));
+        };
+        let caps = rec.gpu().capabilities().clone();
+        let flags = [exponent != 0, w.in_dim % (tile.ahead * tile.depth) as usize != 0];
+        let vars = vars(&caps, w.dtype, self.select.name(), tile, flags);
+        let pipeline = pipeline(rec.gpu(), &EXPERT_GEMM_MATRIX, vars)?;
+        let (ids, expert_base, sorted_base) = self.select.ids(&self.x.view);
+        for (piece, view) in &w.pieces {
+            let params = ExpertGemmMatrixParams {
+                rows: self.rows as u32,
+                row_div: self.row_div as u32,
+                groups: (w.in_dim / 8) as u32,
+                out_rows: piece.rows as u32,
+                out_begin: piece.row_begin as u32,
+                y_stride: self.y_stride as u32,
+                first: piece.first as u32,
+                count: piece.count as u32,
+                accumulate: u32::from(self.accumulate),
+                expert_base,
+                sorted_base,
+                exponents: (self.x.rows * self.x.width / 4) as u32,
+                w_scale: 2f32.powi(exponent),
+                w_unscale: 2f32.powi(-exponent),
+                pad0: 0,
+                pad1: 0,
+            };
+            let columns = (piece.rows as u32).div_ceil(tile.columns);
+            let grid = match self.select {
+                Rows::Tiles(aligned) => aligned.grid(columns)?,
+                _ => Grid::folded(columns, (self.rows as u32).div_ceil(tile.height)),
+            };
+            rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &[&self.x.view, view, ids, self.y], &grid);
+        }
+        Ok(())
+    }
+}
