@@ -99,7 +99,7 @@ impl<'a> Uploader<'a> {
         }
         let measured = self.gpu.capabilities().matrix;
         let mut largest = vec![0f32; count];
-        for m in 0..count {
+        for (m, largest) in largest.iter_mut().enumerate() {
             // Where this part begins, in rows of the matrix.
             let mut row = 0;
             for (part_type, bytes) in parts(m)? {
@@ -110,7 +110,7 @@ impl<'a> Uploader<'a> {
                     ));
                 }
                 if measured {
-                    largest[m] = largest[m].max(matrix::largest(dtype, bytes));
+                    *largest = largest.max(matrix::largest(dtype, bytes));
                 }
                 let rows = bytes.len() / row_bytes as usize;
                 for ((piece, _), buffer) in pieces.iter().zip(&buffers) {

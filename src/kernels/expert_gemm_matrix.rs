@@ -111,7 +111,7 @@ impl ExpertGemmMatrix<'_> {
             return Err(Error::new(ErrorKind::Unsupported, "matrix product: no tile or no exponent for these weights"));
         };
         let caps = rec.gpu().capabilities().clone();
-        let flags = [exponent != 0, w.in_dim % (tile.ahead * tile.depth) as usize != 0];
+        let flags = [exponent != 0, !w.in_dim.is_multiple_of((tile.ahead * tile.depth) as usize)];
         let vars = vars(&caps, w.dtype, self.select.name(), tile, flags);
         let pipeline = pipeline(rec.gpu(), &EXPERT_GEMM_MATRIX, vars)?;
         let (ids, expert_base, sorted_base) = self.select.ids(&self.x.view);
