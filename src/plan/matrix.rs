@@ -46,7 +46,7 @@ pub struct MatrixTile {
     pub sub_columns: u32,
 }
 
-/// Every cut, by height: what was fastest of about thirty on an H200, which is told by how many loads are on the way.
+/// Every cut, by height, from a search on an H200: many loads on the way matter most (see `docs/PERFORMANCE.md`).
 pub const TILES: [MatrixTile; 4] = [
     MatrixTile { height: 16, columns: 32, depth: 64, ahead: 4, sub_rows: 16, sub_columns: 16 },
     MatrixTile { height: 32, columns: 64, depth: 32, ahead: 8, sub_rows: 16, sub_columns: 32 },
