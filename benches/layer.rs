@@ -16,7 +16,7 @@ use wgmoe::dtype::DType;
 use wgmoe::family::Family;
 use wgmoe::kernels::{Recording, View};
 use wgmoe::layer::{LoraBatch, MoeLayer, MoeTensors};
-use wgmoe::placement::Placement;
+use wgmoe::placement::ExpertShare;
 use wgmoe::router::RouteOptions;
 use wgmoe::shape::MoeShape;
 use wgmoe::upload::Uploader;
@@ -81,7 +81,8 @@ impl Bench {
         let layer = MoeLayer {
             shape,
             experts,
-            local_table: None,
+            width: f,
+            owners: None,
             router: up.stack("router", 1, [experts, d], &|_| Ok(vec![(DType::Bf16, &router[..])])).expect("room"),
             options: RouteOptions::default(),
             gate_up: up.stack("gate_up", experts, [2 * f, d], &|e| window(e, size)).expect("room"),
@@ -89,9 +90,9 @@ impl Bench {
             activation: Activation::Silu,
         };
         up.settle().expect("a device");
-        let sites = LayerSites::new(&config(shape), MlpKind::Experts, experts, ADAPTERS);
-        let placement = Placement::linear(experts, 1, 0).expect("one rank");
-        let mut pool = AdapterPool::new(gpu, vec![(sites, Some(placement))], ADAPTERS).expect("room");
+        let share = ExpertShare::whole(experts, f).expect("one rank");
+        let sites = LayerSites::new(&config(shape), MlpKind::Experts, &share, ADAPTERS);
+        let mut pool = AdapterPool::new(gpu, vec![(sites, Some(share))], ADAPTERS).expect("room");
         for a in 0..ADAPTERS {
             let adapter = adapter(shape, a as u64);
             pool.pin(AdapterId::new(a as u64), &adapter).expect("room").expect("a slot");

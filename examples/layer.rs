@@ -37,7 +37,8 @@ fn main() -> Result<()> {
     let layer = MoeLayer {
         shape,
         experts: shape.experts,
-        local_table: None,
+        width: f,
+        owners: None,
         router: up.stack("router", 1, [shape.experts, d], &|_| Ok(vec![(DType::Bf16, &router[..])]))?,
         options: RouteOptions::default(),
         gate_up: up.stack("gate_up", shape.experts, [2 * f, d], &|e| Ok(vec![(DType::Bf16, &gate_up[e][..])]))?,

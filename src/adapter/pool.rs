@@ -11,7 +11,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::gpu::Gpu;
 use crate::kernels::View;
 use crate::kernels::lora::Factors;
-use crate::placement::Placement;
+use crate::placement::ExpertShare;
 
 /// Bytes of a pool word: what an index entry counts in.
 const WORD: u64 = 16;
@@ -30,7 +30,7 @@ impl AdapterId {
 /// The factors of one layer: a buffer of 16-byte words, its free ranges, and the index.
 struct LayerPool {
     sites: LayerSites,
-    placement: Option<Placement>,
+    share: Option<ExpertShare>,
     factors: Factors,
     capacity: u64,
     free: FreeList,
@@ -62,20 +62,20 @@ pub struct AdapterPool {
 }
 
 impl AdapterPool {
-    /// An empty pool with one entry in `layers` for each decoder layer: its sites and, where it has experts, their
-    /// placement.
+    /// An empty pool with one entry in `layers` for each decoder layer: its sites and, where it has experts, what this rank holds of
+    /// them.
     ///
     /// # Errors
     /// When the device has no room for the index.
-    pub fn new(gpu: &Gpu, layers: Vec<(LayerSites, Option<Placement>)>, slots: usize) -> Result<Self> {
+    pub fn new(gpu: &Gpu, layers: Vec<(LayerSites, Option<ExpertShare>)>, slots: usize) -> Result<Self> {
         let layers = layers
             .into_iter()
-            .map(|(sites, placement)| {
+            .map(|(sites, share)| {
                 // Fresh buffers are zero, and rank 0 means: nothing here.
                 let index = gpu.buffer("adapter index", sites.entries as u64 * WORD, wgpu::BufferUsages::empty())?;
                 let pool = gpu.buffer("adapter factors", WORD, wgpu::BufferUsages::empty())?;
                 let factors = Factors { pool: View::whole(&pool), index: View::whole(&index) };
-                Ok(LayerPool { sites, placement, factors, capacity: 0, free: FreeList::default() })
+                Ok(LayerPool { sites, share, factors, capacity: 0, free: FreeList::default() })
             })
             .collect::<Result<_>>()?;
         Ok(Self { gpu: gpu.clone(), layers, slots: (0..slots).map(|_| None).collect(), clock: 0, growths: 0 })
@@ -115,8 +115,8 @@ impl AdapterPool {
             let place = || format!("layer {} {:?} {}", f.layer, f.site, f.expert);
             let fail = |what: String| Err(Error::new(ErrorKind::Adapter, format!("{}: {what}", place())));
             let Some(layer) = self.layers.get(f.layer) else { return fail("the model has no such layer".into()) };
-            let experts = layer.placement.as_ref().map_or(0, Placement::experts);
-            let Some([out, input]) = layer.sites.shape(f.site, layer.placement.is_some()) else {
+            let experts = layer.share.as_ref().map_or(0, |share| share.placement().experts());
+            let Some([out, input]) = layer.sites.shape(f.site, layer.share.is_some()) else {
                 return fail("the layer has no such projection".into());
             };
             if is_expert(f.site) && f.expert >= experts {
@@ -260,11 +260,11 @@ impl LayerPool {
         let mut stored: HashMap<*const Matrix, u32> = HashMap::new();
         let first = adapter.factors.partition_point(|f| f.layer < layer);
         for factor in adapter.factors[first..].iter().take_while(|f| f.layer == layer) {
-            let expert = match (&self.placement, is_expert(factor.site)) {
-                (Some(placement), true) => match placement.local_table().get(factor.expert) {
-                    Some(local) if *local >= 0 => *local as usize,
+            let expert = match (&self.share, is_expert(factor.site)) {
+                (Some(share), true) => match share.placement().local(factor.expert) {
+                    Some(local) => local,
                     // Another rank holds this expert.
-                    _ => continue,
+                    None => continue,
                 },
                 _ => 0,
             };

@@ -3,6 +3,7 @@
 use crate::adapter::Site;
 use crate::checkpoint::{MlpKind, ModelConfig};
 use crate::kernels::lora::LoraSite;
+use crate::placement::ExpertShare;
 
 /// The sites of one layer. Entries of a site follow those of the one before.
 #[derive(Debug, Clone)]
@@ -26,8 +27,9 @@ pub struct LayerSites {
 }
 
 impl LayerSites {
-    /// The sites of a layer of `kind` with `experts` experts held by this rank and `slots` adapter slots.
-    pub fn new(config: &ModelConfig, kind: MlpKind, experts: usize, slots: usize) -> Self {
+    /// The sites of a layer of `kind` on a rank that holds `share` of its experts, with `slots` adapter slots. A layer
+    /// without experts takes no share.
+    pub fn new(config: &ModelConfig, kind: MlpKind, share: &ExpertShare, slots: usize) -> Self {
         let mut entries = 0;
         let mut site = |out_dims: Vec<usize>, in_dim: usize, experts: usize| {
             let index_base = entries;
@@ -39,7 +41,7 @@ impl LayerSites {
         let qkv = site(vec![q, kv, kv], d, 1);
         let o = site(vec![d], q, 1);
         let (router, experts, width) = match kind {
-            MlpKind::Experts => (Some(site(vec![config.moe.experts], d, 1)), experts, config.moe.expert_width),
+            MlpKind::Experts => (Some(site(vec![config.moe.experts], d, 1)), share.experts(), share.padded_width()),
             MlpKind::Dense => (None, 1, config.dense_width),
         };
         let gate_up = site(vec![width, width], d, experts);

@@ -90,7 +90,7 @@ impl Engine {
             .sites(options.adapter_slots)
             .into_iter()
             .zip(&config.layers)
-            .map(|(sites, kind)| (sites, (*kind == MlpKind::Experts).then(|| model.placement.clone())))
+            .map(|(sites, kind)| (sites, (*kind == MlpKind::Experts).then(|| model.share.clone())))
             .collect();
         let pool = AdapterPool::new(gpu, layers, options.adapter_slots)?;
         let free_rows = (0..options.max_sequences as u32).rev().collect();

@@ -8,7 +8,7 @@ use crate::gpu::Gpu;
 use crate::kernels::View;
 use crate::layer::MoeLayer;
 use crate::model::{DecoderLayer, Mlp, Model};
-use crate::placement::Placement;
+use crate::placement::ExpertShare;
 use crate::router::RouteOptions;
 use crate::upload::Uploader;
 
@@ -21,7 +21,7 @@ impl Model {
     pub fn load(gpu: &Gpu, checkpoint: &Checkpoint, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
         let config = checkpoint.config().clone();
         check_sizes(&config)?;
-        let placement = Placement::linear(config.moe.experts, 1, 0)?;
+        let share = ExpertShare::whole(config.moe.experts, config.moe.expert_width)?;
         let mut up = Uploader::new(gpu, total_bytes(checkpoint)?, progress);
         let d = config.hidden;
         let table = [config.vocab, d];
@@ -34,11 +34,11 @@ impl Model {
         let final_norm = up.vectors(checkpoint, "final norm", &[Role::FinalNorm])?;
         let mut layers = Vec::with_capacity(config.layers.len());
         for (layer, kind) in config.layers.iter().enumerate() {
-            layers.push(load_layer(&mut up, gpu, checkpoint, layer, *kind, &placement)?);
+            layers.push(load_layer(&mut up, gpu, checkpoint, layer, *kind, &share)?);
         }
         up.settle()?;
         let bytes_loaded = up.done();
-        Ok(Self { config, embedding, lm_head, final_norm, layers, placement, bytes_loaded })
+        Ok(Self { config, embedding, lm_head, final_norm, layers, share, bytes_loaded })
     }
 }
 
@@ -86,7 +86,7 @@ fn load_layer(
     checkpoint: &Checkpoint,
     layer: usize,
     kind: MlpKind,
-    placement: &Placement,
+    share: &ExpertShare,
 ) -> Result<DecoderLayer> {
     let config = checkpoint.config();
     let d = config.hidden;
@@ -114,26 +114,25 @@ fn load_layer(
         }
         MlpKind::Experts => {
             let f = config.moe.expert_width;
+            let placement = share.placement();
             let owned = placement.owned();
             let part = |local: usize, part: ExpertPart| {
                 let slice = checkpoint.expert_rows(layer, owned[local], part)?;
                 Ok((slice.dtype, slice.bytes))
             };
-            let local_table = if placement.is_identity() {
+            let owners = if placement.is_identity() {
                 None
             } else {
-                let buffer = gpu.buffer(
-                    &label("local table"),
-                    placement.local_table().len() as u64 * 4,
-                    wgpu::BufferUsages::empty(),
-                )?;
-                gpu.queue().write_buffer(&buffer, 0, bytemuck::cast_slice(placement.local_table()));
+                let buffer =
+                    gpu.buffer(&label("owners"), size_of_val(placement.owners()) as u64, wgpu::BufferUsages::empty())?;
+                gpu.queue().write_buffer(&buffer, 0, bytemuck::cast_slice(placement.owners()));
                 Some(View::whole(&buffer))
             };
             Mlp::Experts(Box::new(MoeLayer {
                 shape: config.moe,
                 experts: owned.len(),
-                local_table,
+                width: share.padded_width(),
+                owners,
                 router: up.matrix(checkpoint, &label("router"), [config.moe.experts, d], &[Role::Router { layer }])?,
                 options: RouteOptions { renormalise: config.norm_topk_prob, ..RouteOptions::default() },
                 gate_up: up.stack(&label("experts gate_up"), owned.len(), [2 * f, d], &|m| {

@@ -11,7 +11,7 @@ use crate::checkpoint::ModelConfig;
 use crate::kernels::View;
 use crate::kernels::expert_gemm::Weights;
 use crate::layer::MoeLayer;
-use crate::placement::Placement;
+use crate::placement::ExpertShare;
 
 /// A model's weights on a device.
 #[derive(Debug)]
@@ -22,7 +22,8 @@ pub struct Model {
     pub(crate) lm_head: Option<Weights>,
     pub(crate) final_norm: View,
     pub(crate) layers: Vec<DecoderLayer>,
-    pub(crate) placement: Placement,
+    /// What this rank holds of every layer with experts.
+    pub(crate) share: ExpertShare,
     pub(crate) bytes_loaded: u64,
 }
 

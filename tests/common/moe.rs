@@ -12,7 +12,7 @@ use wgmoe::checkpoint::MlpKind;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::{Recording, View};
 use wgmoe::layer::{LoraBatch, MoeTensors};
-use wgmoe::placement::Placement;
+use wgmoe::placement::{ExpertShare, Placement};
 use wgmoe::reference::{self, MoeOutput};
 use wgmoe::router::RouteOptions;
 use wgmoe::shape::MoeShape;
@@ -70,7 +70,8 @@ impl Twin {
         let device = MoeLayer {
             shape: SHAPE,
             experts: held,
-            local_table: (!placement.is_identity()).then(|| upload(gpu, placement.local_table())),
+            width: SHAPE.expert_width,
+            owners: (!placement.is_identity()).then(|| upload(gpu, placement.owners())),
             router: router_weights,
             options: RouteOptions::default(),
             gate_up: gate_up_weights,
@@ -84,8 +85,9 @@ impl Twin {
     pub fn pool(&self, gpu: &Gpu, slots: usize) -> AdapterPool {
         let mut config = ModelConfig::open(Path::new("tests/data/tiny/qwen3_moe")).unwrap();
         (config.hidden, config.moe) = (SHAPE.hidden, SHAPE);
-        let sites = LayerSites::new(&config, MlpKind::Experts, self.device.experts, slots);
-        AdapterPool::new(gpu, vec![(sites, Some(self.placement.clone()))], slots).unwrap()
+        let share = ExpertShare::of(self.placement.clone(), SHAPE.expert_width);
+        let sites = LayerSites::new(&config, MlpKind::Experts, &share, slots);
+        AdapterPool::new(gpu, vec![(sites, Some(share))], slots).unwrap()
     }
 
     /// The oracle; `adapters[slot]` is what the slot holds.
@@ -94,7 +96,7 @@ impl Twin {
             shape: SHAPE,
             options: self.device.options,
             activation: self.device.activation,
-            table: self.placement.local_table(),
+            owners: self.placement.owners(),
             router: &self.router,
             router_bias: None,
             gate_up: &self.gate_up,
