@@ -176,10 +176,10 @@ fn adapter(shape: MoeShape, seed: u64) -> Adapter {
         for expert in 0..experts {
             let seed = (seed * 1000 + expert as u64) * 8 + i as u64 * 2;
             let (a, b) = (matrix(RANK, input, seed), matrix(out, RANK, seed + 1));
-            factors.push(Factor { layer: 0, site, expert, rank: RANK, scale: 2.0, a, b });
+            factors.push(Factor { layer: 0, site, expert, rank: RANK, scale: 2.0, a, b, bias: None });
         }
     }
-    Adapter { path: PathBuf::from("random"), factors, bytes_read: 0 }
+    Adapter { path: PathBuf::from("random"), factors, bytes_read: 0, share: None }
 }
 
 fn config(shape: MoeShape) -> ModelConfig {

@@ -79,6 +79,7 @@ impl LayerSites {
             Site::Gate | Site::ExpertGate => (&self.gate_up, 0, self.experts),
             Site::Up | Site::ExpertUp => (&self.gate_up, 1, self.experts),
             Site::Down | Site::ExpertDown => (&self.down, 0, self.experts),
+            _ => return None,
         };
         Some(site.index_base + (slot * experts + expert) * site.out_dims.len() + projection)
     }

@@ -241,11 +241,11 @@ pub fn adapter(seed: u64, rank: usize, dtype: DType, sites: &[Site], fused: bool
                 .find(|f| fused && f.expert == expert && (f.site, site) == (Site::ExpertGate, Site::ExpertUp));
             let a = shared.map(|f| f.a.clone()).unwrap_or_else(|| matrix(rank, inner));
             let scale = 0.5 / rank as f32;
-            factors.push(Factor { layer: 0, site, expert, rank, scale, a, b: matrix(out, rank) });
+            factors.push(Factor { layer: 0, site, expert, rank, scale, a, b: matrix(out, rank), bias: None });
         }
     }
     factors.sort_by_key(Factor::place);
-    Adapter { path: PathBuf::new(), factors, bytes_read: 0 }
+    Adapter { path: PathBuf::new(), factors, bytes_read: 0, share: None }
 }
 
 /// Makes an adapter resident and pins it.
