@@ -45,7 +45,7 @@ pub use engine::{Engine, EngineOptions, Event, FinishReason, Request, Sampling};
 pub use error::{Error, ErrorKind, Result};
 pub use gpu::{Gpu, GpuInfo, GpuOptions, Tier};
 pub use layer::MoeLayer;
-pub use model::Model;
+pub use model::{LoadOptions, Model};
 
 /// Compiles the README's code.
 #[cfg(doctest)]

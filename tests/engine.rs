@@ -12,7 +12,8 @@ use difference::largest_difference;
 use wgmoe::engine::SequenceId;
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::{
-    Adapter, Checkpoint, Engine, EngineOptions, ErrorKind, Event, FinishReason, Gpu, Model, Request, Sampling,
+    Adapter, Checkpoint, Engine, EngineOptions, ErrorKind, Event, FinishReason, Gpu, LoadOptions, Model, Request,
+    Sampling,
 };
 
 const FOLDER: &str = "examples/demo";
@@ -20,7 +21,7 @@ const ADAPTERS: [&str; 4] = ["shout", "mirror", "piglatin", "rot13"];
 
 fn engine(gpu: &Gpu, options: EngineOptions) -> Engine {
     let checkpoint = Checkpoint::open(&Path::new(FOLDER).join("base")).unwrap();
-    let model = Model::load(gpu, &checkpoint, &mut |_, _| {}).unwrap();
+    let (model, _) = Model::load(gpu, &checkpoint, &LoadOptions::default(), &mut |_, _| {}).unwrap();
     Engine::new(gpu, model, options).unwrap()
 }
 

@@ -5,6 +5,7 @@ pub mod load;
 pub mod step;
 
 pub use cache::KvCache;
+pub use load::LoadOptions;
 pub use step::{Commands, StepTensors};
 
 use crate::checkpoint::ModelConfig;
@@ -24,7 +25,7 @@ pub struct Model {
     pub(crate) layers: Vec<DecoderLayer>,
     /// What this rank holds of every layer with experts.
     pub(crate) share: ExpertShare,
-    pub(crate) bytes_loaded: u64,
+    pub(crate) bytes_resident: u64,
 }
 
 /// One decoder layer.
@@ -53,9 +54,14 @@ impl Model {
         &self.config
     }
 
-    /// Bytes of weights on the device.
-    pub fn bytes_loaded(&self) -> u64 {
-        self.bytes_loaded
+    /// Bytes of weights on the device, padding included.
+    pub fn bytes_resident(&self) -> u64 {
+        self.bytes_resident
+    }
+
+    /// What this rank holds of every layer with experts.
+    pub fn share(&self) -> &ExpertShare {
+        &self.share
     }
 
     /// The matrix of the LM head.

@@ -12,7 +12,7 @@ use wgmoe::adapter::Adapter;
 use wgmoe::checkpoint::{Checkpoint, ModelConfig};
 use wgmoe::engine::{AdapterId, Engine, EngineOptions, Event, FinishReason, Request, Sampling, SequenceId};
 use wgmoe::gpu::Gpu;
-use wgmoe::model::Model;
+use wgmoe::model::{LoadOptions, Model};
 use wgmoe::text::{ChatTemplate, Tokenizer};
 
 use crate::requests::Prompt;
@@ -146,13 +146,13 @@ impl Files {
     /// Loads model and adapters onto `gpu` and makes room for `jobs`.
     pub fn start(&self, gpu: Gpu, jobs: &[Job]) -> anyhow::Result<Session<'_>> {
         let bar = ProgressBar::new(0).with_style(style("loading {bar:30} {binary_bytes}/{binary_total_bytes} {eta}"));
-        let model = Model::load(&gpu, &self.checkpoint, &mut |done, total| {
+        let (model, streamed) = Model::load(&gpu, &self.checkpoint, &LoadOptions::default(), &mut |done, total| {
             bar.set_length(total);
             bar.set_position(done);
         })?;
         bar.finish_and_clear();
         let read: u64 = self.adapters.iter().map(|(_, adapter)| adapter.bytes_read).sum();
-        let bytes_loaded = model.bytes_loaded() + read;
+        let bytes_loaded = streamed.bytes_read + read;
         let options = EngineOptions {
             max_sequences: jobs.len().clamp(1, MAX_SEQUENCES),
             max_context: jobs.iter().map(|job| job.ids.len() + job.max_tokens).max().unwrap_or(1),
