@@ -64,6 +64,14 @@ impl Model {
         &self.share
     }
 
+    /// The experts of a layer, for callers that record them into commands of their own; `None` where it has none.
+    pub fn moe_layer(&self, layer: usize) -> Option<&MoeLayer> {
+        match &self.layers.get(layer)?.mlp {
+            Mlp::Experts(moe) => Some(moe),
+            Mlp::Dense { .. } => None,
+        }
+    }
+
     /// The matrix of the LM head.
     pub(crate) fn head(&self) -> &Weights {
         self.lm_head.as_ref().unwrap_or(&self.embedding)
