@@ -68,6 +68,8 @@ impl Chunk<'_> {
         if covered < self.n_bytes {
             to.clear();
         }
+        // Exactly, so that the bound on staging memory holds.
+        to.reserve_exact(self.n_bytes.saturating_sub(to.len()));
         to.resize(self.n_bytes, 0);
         self.runs.iter().map(|run| run.block.read(run.rows.clone(), &mut to[run.at..], run.stride)).sum()
     }
