@@ -1,8 +1,10 @@
 //! From checkpoint bytes to resident buffers: cut under the binding limit, read by several threads, written in bounded
 //! portions, counted.
 
+mod ring;
 mod stream;
 
+use ring::Ring;
 use stream::{CHUNK_BYTES, Chunk, Run, stream};
 pub use stream::{StreamOptions, Streamed};
 
@@ -15,9 +17,6 @@ use crate::gpu::Gpu;
 use crate::kernels::View;
 use crate::kernels::expert_gemm::Weights;
 use crate::plan::pieces::cut;
-
-/// Bytes that the device may have in its own staging memory before it is waited for.
-const PENDING_BYTES: u64 = 32 << 20;
 
 /// Collects what to write where; [`run`](Self::run) reads and writes it all.
 ///
@@ -120,19 +119,11 @@ impl<'a> Uploader<'a> {
     /// # Errors
     /// [`ErrorKind::Io`], [`ErrorKind::Cancelled`], and [`ErrorKind::Device`] when the device was lost.
     pub fn run(self, options: &StreamOptions<'_>, progress: &mut dyn FnMut(u64, u64)) -> Result<Streamed> {
-        let gpu = self.gpu.clone();
+        let mut ring = Ring::new(&self.gpu);
         let buffers = self.buffers.clone();
-        let mut pending = 0;
-        let streamed = self.run_into(options, progress, &mut |buffer, offset, bytes| {
-            gpu.queue().write_buffer(&buffers[buffer], offset, bytes);
-            pending += bytes.len() as u64;
-            if pending >= PENDING_BYTES {
-                pending = 0;
-                settle(&gpu)?;
-            }
-            Ok(())
-        })?;
-        settle(&gpu)?;
+        let streamed =
+            self.run_into(options, progress, &mut |buffer, offset, bytes| ring.write(&buffers[buffer], offset, bytes))?;
+        ring.settle()?;
         Ok(streamed)
     }
 
@@ -173,15 +164,6 @@ impl<'a> Uploader<'a> {
             self.chunks.push(chunk);
         }
     }
-}
-
-/// Waits until the device has taken what was written, so that its staging memory stays bounded.
-fn settle(gpu: &Gpu) -> Result<()> {
-    gpu.queue().submit([]);
-    gpu.device()
-        .poll(wgpu::PollType::wait_indefinitely())
-        .map_err(|e| Error::new(ErrorKind::Device, format!("uploading weights: {e}")))?;
-    Ok(())
 }
 
 /// Rows of a buffer, gathered into chunks.

@@ -20,6 +20,7 @@ use tempfile::TempDir;
 use wgmoe::layer::MoeTensors;
 use wgmoe::placement::{PlacementRule, Topology};
 use wgmoe::plan::read::{ExpertLayout, ReadPlan, ScalePolicy};
+use wgmoe::plan::resident::{self, Stack};
 use wgmoe::upload::StreamOptions;
 use wgmoe::{Checkpoint, ErrorKind, Gpu, LoadOptions, Model};
 
@@ -119,6 +120,9 @@ fn every_rank_reads_its_share_and_the_ranks_add_up() {
                     let planned = plan.unwrap().read_bytes();
                     table.holds(&case, counts == [planned; 2], format_args!("read {counts:?}, planned {planned}"));
                     table.holds(&case, streamed.bytes_written == model.bytes_resident(), "buffers are not full");
+                    let stacks = resident::stacks(&checkpoint, &rule, topology).unwrap();
+                    let kept: u64 = stacks.iter().map(Stack::n_bytes).sum();
+                    table.holds(&case, kept == model.bytes_resident(), format_args!("planned to keep {kept}"));
                     for (sum, layer) in sums.iter_mut().zip(MOE_LAYERS) {
                         for (sum, part) in sum.iter_mut().zip(forward(&gpu, &model, layer, &x)) {
                             *sum += part;
