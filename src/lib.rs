@@ -30,6 +30,7 @@ pub mod upload;
 pub mod adapter;
 pub mod kernels;
 pub mod layer;
+pub mod exchange;
 pub mod model;
 pub mod engine;
 #[cfg(feature = "text")]
