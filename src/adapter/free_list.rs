@@ -22,11 +22,6 @@ impl FreeList {
         }
     }
 
-    /// Free units at the end of a buffer of `capacity` units.
-    pub fn tail(&self, capacity: u64) -> u64 {
-        self.free.last().filter(|(begin, size)| begin + size == capacity).map_or(0, |(_, size)| *size)
-    }
-
     /// Takes `size` units; `None` when no range is long enough. Nothing is taken for a size of 0.
     pub fn take(&mut self, size: u64) -> Option<u64> {
         if size == 0 {
@@ -57,7 +52,6 @@ mod tests {
         list.give(a, 30);
         list.give(c, 40);
         assert_eq!(list.take(50), None);
-        assert_eq!((list.tail(100), list.tail(200)), (40, 0));
         list.give(b, 30);
         assert_eq!(list.take(100), Some(0));
         assert_eq!(list.take(0), Some(0));

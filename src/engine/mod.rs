@@ -186,7 +186,7 @@ impl Engine {
         let used = self.sequences.values().any(|s| s.request.adapter == Some(id));
         if !named && !used {
             self.adapters.remove(&id);
-            self.pool.forget(id);
+            self.pool.unload(id);
         }
     }
 
