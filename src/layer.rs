@@ -136,7 +136,8 @@ pub struct MoeTensors<'a> {
 }
 
 impl MoeLayer {
-    /// Records the layer into the caller's pass. Nothing is submitted.
+    /// Records the layer into the caller's pass. Nothing is submitted. A rank without experts or columns routes, so that the
+    /// status is the same on all ranks, and adds nothing.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] for experts without a gate; when the device refuses a shader or has no room for scratch.
@@ -181,6 +182,23 @@ impl MoeLayer {
             status: t.status,
         }
         .record(rec, pass)?;
+        if self.experts == 0 || f == 0 {
+            if t.accumulate {
+                return Ok(());
+            }
+            // A sum over no pair: nothing of y, weights and ids is read.
+            let nothing = Combine {
+                tokens: t.tokens,
+                top_k: 0,
+                hidden: d,
+                y: &logits,
+                topk_weights: &topk_weights,
+                ids: &topk_ids,
+                out: t.out,
+                accumulate: false,
+            };
+            return nothing.record(rec, pass);
+        }
 
         // This rank's ids.
         let ids = match &self.owners {

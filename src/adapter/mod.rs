@@ -5,8 +5,12 @@ mod decode;
 mod layout;
 mod names;
 mod packed;
-mod free_list;
 pub mod sites;
+mod image;
+mod check;
+mod free_list;
+mod room;
+mod store;
 pub mod pool;
 
 use std::path::{Path, PathBuf};
@@ -144,6 +148,20 @@ impl Adapter {
             return Err(Error::new(ErrorKind::Adapter, message));
         }
         Ok(Self { path: dir.to_owned(), factors, bytes_read: file.bytes_read(), share: None })
+    }
+
+    /// The factors of one layer.
+    pub(crate) fn of_layer(&self, layer: usize) -> &[Factor] {
+        let begin = self.factors.partition_point(|f| f.layer < layer);
+        let end = self.factors.partition_point(|f| f.layer <= layer);
+        &self.factors[begin..end]
+    }
+}
+
+impl Site {
+    /// True for the projections of routed experts, of which ranks hold parts.
+    pub(crate) const fn of_expert(self) -> bool {
+        matches!(self, Self::ExpertGate | Self::ExpertUp | Self::ExpertDown)
     }
 }
 

@@ -26,6 +26,15 @@ pub struct LayerSites {
     pub entries: usize,
 }
 
+/// The places of one layer of the pool, and what this rank holds of its experts.
+#[derive(Debug, Clone)]
+pub(crate) struct PoolSites {
+    /// The sites.
+    pub sites: LayerSites,
+    /// `None` where the layer has a dense MLP.
+    pub share: Option<ExpertShare>,
+}
+
 impl LayerSites {
     /// The sites of a layer of `kind` on a rank that holds `share` of its experts, with `slots` adapter slots. A layer
     /// without experts takes no share.
@@ -49,25 +58,6 @@ impl LayerSites {
         Self { qkv, o, router, gate_up, down, experts, slots, entries }
     }
 
-    /// `[out, in]` of a projection. `None` where the layer (with `routed` experts or a dense MLP) has no such projection.
-    pub fn shape(&self, site: Site, routed: bool) -> Option<[usize; 2]> {
-        let (of, projection) = match site {
-            Site::Q => (&self.qkv, 0),
-            Site::K => (&self.qkv, 1),
-            Site::V => (&self.qkv, 2),
-            Site::O => (&self.o, 0),
-            Site::Router => (self.router.as_ref()?, 0),
-            Site::Gate if !routed => (&self.gate_up, 0),
-            Site::Up if !routed => (&self.gate_up, 1),
-            Site::Down if !routed => (&self.down, 0),
-            Site::ExpertGate if routed => (&self.gate_up, 0),
-            Site::ExpertUp if routed => (&self.gate_up, 1),
-            Site::ExpertDown if routed => (&self.down, 0),
-            _ => return None,
-        };
-        Some([of.out_dims[projection], of.in_dim])
-    }
-
     /// The index entry of a projection; `expert` is this rank's id. `None` where the layer has no such projection.
     pub fn entry(&self, slot: usize, site: Site, expert: usize) -> Option<usize> {
         let (site, projection, experts) = match site {
@@ -82,5 +72,53 @@ impl LayerSites {
             _ => return None,
         };
         Some(site.index_base + (slot * experts + expert) * site.out_dims.len() + projection)
+    }
+}
+
+impl PoolSites {
+    /// `[out, in]` of a whole projection, over all ranks. `None` where the layer has no such projection.
+    pub fn shape(&self, site: Site) -> Option<[usize; 2]> {
+        let of = |site: &LoraSite, projection: usize| Some([site.out_dims[projection], site.in_dim]);
+        let s = &self.sites;
+        match (site, &self.share) {
+            (Site::Q, _) => of(&s.qkv, 0),
+            (Site::K, _) => of(&s.qkv, 1),
+            (Site::V, _) => of(&s.qkv, 2),
+            (Site::O, _) => of(&s.o, 0),
+            (Site::Router, _) => of(s.router.as_ref()?, 0),
+            (Site::Gate, None) => of(&s.gate_up, 0),
+            (Site::Up, None) => of(&s.gate_up, 1),
+            (Site::Down, None) => of(&s.down, 0),
+            // What the device holds of the width is cut and padded.
+            (Site::ExpertGate | Site::ExpertUp, Some(share)) => Some([share.full_width(), s.gate_up.in_dim]),
+            (Site::ExpertDown, Some(share)) => Some([s.down.out_dims[0], share.full_width()]),
+            _ => None,
+        }
+    }
+
+    /// What this rank holds of the experts, for the sites of routed experts.
+    pub fn share(&self, site: Site) -> Option<&ExpertShare> {
+        self.share.as_ref().filter(|_| site.of_expert())
+    }
+
+    /// The index entry of a projection in slot 0; `expert` is this rank's id.
+    pub fn entry(&self, site: Site, expert: usize) -> Option<usize> {
+        self.sites.entry(0, site, expert)
+    }
+
+    /// Entries of all slots.
+    pub fn entries(&self) -> usize {
+        self.sites.entries
+    }
+
+    /// For each site, the first entry of slot 0 and the entries of one slot.
+    pub fn blocks(&self) -> impl Iterator<Item = (usize, usize)> {
+        let s = &self.sites;
+        let of = |site: &LoraSite, experts: usize| (site.index_base, experts * site.out_dims.len());
+        let router = s.router.as_ref().map(|site| of(site, 1));
+        [of(&s.qkv, 1), of(&s.o, 1)]
+            .into_iter()
+            .chain(router)
+            .chain([of(&s.gate_up, s.experts), of(&s.down, s.experts)])
     }
 }

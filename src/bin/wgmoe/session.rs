@@ -16,7 +16,7 @@ use wgmoe::model::{LoadOptions, Model};
 use wgmoe::text::{ChatTemplate, Tokenizer};
 
 use crate::requests::Prompt;
-use crate::usage;
+use crate::{size, usage};
 
 /// Sequences that decode together; more requests wait their turn.
 const MAX_SEQUENCES: usize = 128;
@@ -31,6 +31,9 @@ pub struct ModelFiles {
     /// Adapter folder to load under a name; give it several times for several adapters
     #[arg(long = "lora", value_name = "NAME=DIR", value_parser = named_dir)]
     pub loras: Vec<(String, PathBuf)>,
+    /// Device memory for adapters, such as 512MiB: more of them take turns [default: as much as they need]
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub adapter_memory: Option<u64>,
 }
 
 fn named_dir(text: &str) -> Result<(String, PathBuf), String> {
@@ -67,7 +70,7 @@ impl ModelFiles {
             anyhow::Ok((name.clone(), adapter))
         };
         let adapters = self.loras.iter().map(open).collect::<Result<_, _>>()?;
-        Ok(Files { checkpoint, tokenizer, template: OnceCell::new(), adapters })
+        Ok(Files { checkpoint, tokenizer, template: OnceCell::new(), adapters, adapter_memory: self.adapter_memory })
     }
 }
 
@@ -77,6 +80,7 @@ pub struct Files {
     tokenizer: Option<Tokenizer>,
     template: OnceCell<ChatTemplate>,
     adapters: Vec<(String, Adapter)>,
+    adapter_memory: Option<u64>,
 }
 
 impl Files {
@@ -157,6 +161,7 @@ impl Files {
             max_sequences: jobs.len().clamp(1, MAX_SEQUENCES),
             max_context: jobs.iter().map(|job| job.ids.len() + job.max_tokens).max().unwrap_or(1),
             adapter_slots: self.adapters.len().max(1),
+            adapter_memory: self.adapter_memory,
             ..EngineOptions::default()
         };
         let mut engine = Engine::new(&gpu, model, options)?;
