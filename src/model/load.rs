@@ -71,7 +71,9 @@ impl Model {
             .collect::<Result<Vec<_>>>()?;
         let up = loader.up;
         let bytes_resident = up.n_bytes();
-        Ok((Self { config, embedding, lm_head, final_norm, layers, share, bytes_resident }, up))
+        let (topology, placement) = (options.topology, options.placement.clone());
+        let model = Self { config, embedding, lm_head, final_norm, layers, topology, placement, share, bytes_resident };
+        Ok((model, up))
     }
 }
 

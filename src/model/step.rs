@@ -4,7 +4,6 @@ use crate::adapter::pool::AdapterPool;
 use crate::adapter::sites::LayerSites;
 use crate::checkpoint::MlpKind;
 use crate::error::Result;
-use crate::gpu::Gpu;
 use crate::kernels::activation::Activate;
 use crate::kernels::attention::Attention;
 use crate::kernels::embed::Embed;
@@ -13,7 +12,7 @@ use crate::kernels::norm::Norm;
 use crate::kernels::rope::{AttentionShape, Rope};
 use crate::kernels::{Recording, View};
 use crate::layer::{LoraBatch, MoeTensors};
-use crate::model::{DecoderLayer, KvCache, Mlp, Model};
+use crate::model::{Commands, DecoderLayer, KvCache, Mlp, Model};
 
 /// What a step works on.
 pub struct StepTensors<'a> {
@@ -41,59 +40,6 @@ pub struct StepTensors<'a> {
     pub attended: u64,
 }
 
-/// Commands under construction, cut into submissions that a desktop driver's watchdog tolerates.
-pub struct Commands {
-    gpu: Gpu,
-    encoder: wgpu::CommandEncoder,
-    macs: u64,
-}
-
-impl Commands {
-    /// An empty list.
-    pub fn new(gpu: &Gpu) -> Self {
-        Self { gpu: gpu.clone(), encoder: Self::encoder_on(gpu), macs: 0 }
-    }
-
-    fn encoder_on(gpu: &Gpu) -> wgpu::CommandEncoder {
-        gpu.device().create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("step") })
-    }
-
-    /// The encoder, for copies between passes.
-    pub fn encoder(&mut self) -> &mut wgpu::CommandEncoder {
-        &mut self.encoder
-    }
-
-    /// Records `work` into a pass of its own; `macs` is its size. Submits what went before when it grew too long.
-    ///
-    /// # Errors
-    /// Those of `work`.
-    pub fn pass<T>(
-        &mut self,
-        rec: &mut Recording,
-        label: &str,
-        macs: u64,
-        work: impl FnOnce(&mut Recording, &mut wgpu::ComputePass<'_>) -> Result<T>,
-    ) -> Result<T> {
-        if self.macs > 0 && self.macs + macs > self.gpu.capabilities().macs_per_submission {
-            rec.flush();
-            let full = std::mem::replace(&mut self.encoder, Self::encoder_on(&self.gpu));
-            self.gpu.queue().submit([full.finish()]);
-            self.macs = 0;
-        }
-        self.macs += macs;
-        let mut pass = self
-            .encoder
-            .begin_compute_pass(&wgpu::ComputePassDescriptor { label: Some(label), timestamp_writes: None });
-        work(rec, &mut pass)
-    }
-
-    /// Submits the rest.
-    pub fn submit(self, rec: &mut Recording) -> wgpu::SubmissionIndex {
-        rec.flush();
-        self.gpu.queue().submit([self.encoder.finish()])
-    }
-}
-
 impl Model {
     /// The adapter sites of every layer for `slots` slots.
     pub(crate) fn sites(&self, slots: usize) -> Vec<LayerSites> {
@@ -117,7 +63,7 @@ impl Model {
     /// When the device refuses a shader or has no room for scratch.
     pub fn record(
         &self,
-        commands: &mut Commands,
+        commands: &mut Commands<'_>,
         rec: &mut Recording,
         cache: &KvCache,
         pool: &AdapterPool,
@@ -147,9 +93,13 @@ impl Model {
         let attention = t.attended * (2 * c.heads * c.head_dim) as u64;
         for (layer, weights) in self.layers.iter().enumerate() {
             let macs = self.layer_macs(layer) * t.rows as u64 + attention;
+            let residual = commands.adds_residual();
             commands.pass(rec, "layer", macs, |rec, pass| {
-                self.record_layer(rec, pass, layer, weights, cache, pool, &t, &hidden)
+                self.record_layer(rec, pass, layer, weights, cache, pool, &t, &hidden, residual)
             })?;
+            if matches!(weights.mlp, Mlp::Experts(_)) {
+                commands.sum(rec, &hidden, (t.rows * d * 4) as u64)?;
+            }
         }
         if t.logit_rows == 0 {
             return Ok(None);
@@ -194,6 +144,7 @@ impl Model {
         pool: &AdapterPool,
         t: &StepTensors<'_>,
         hidden: &View,
+        residual: bool,
     ) -> Result<()> {
         let c = &self.config;
         let d = c.hidden;
@@ -263,7 +214,7 @@ impl Model {
                 moe.record(
                     rec,
                     pass,
-                    &MoeTensors { tokens: t.rows, x: &x, out: hidden, accumulate: true, status: t.status, lora },
+                    &MoeTensors { tokens: t.rows, x: &x, out: hidden, accumulate: residual, status: t.status, lora },
                 )
             }
             Mlp::Dense { gate_up, down } => {
