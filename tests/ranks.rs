@@ -113,7 +113,7 @@ fn on_ranks(gpu: &Gpu, tp: usize, ep: usize, rule: &PlacementRule, broken: Optio
             engine.end()?;
             return Ok(answers);
         }
-        let mut worker = Worker::new(gpu, model, options(), Box::new(line))?;
+        let mut worker = Worker::new(gpu, model, Box::new(line))?;
         for (name, adapter) in ADAPTERS.iter().zip(&adapters) {
             worker.load_adapter(name, adapter)?;
         }

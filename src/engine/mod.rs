@@ -72,7 +72,7 @@ impl Engine {
     }
 
     /// Rank 0 of several: it schedules, and its steps are run by all. The other ranks are
-    /// [`Worker`]s with the same options. [`Engine::begin_step`] then blocks while partial sums are exchanged, and
+    /// [`Worker`]s and take these options. [`Engine::begin_step`] then blocks while partial sums are exchanged, and
     /// [`Engine::end`] must be called at the end. Blocks until all ranks are there.
     ///
     /// # Errors

@@ -39,14 +39,18 @@ pub(crate) struct Rows<'a> {
 }
 
 impl Runner {
-    /// Makes room on `gpu`; `options` become what is in force. With several ranks the smallest sizes of all count.
+    /// Makes room on `gpu`; `options` become what is in force. With several ranks those of rank 0 count, and of the sizes
+    /// that come of them the smallest of all ranks.
     pub fn new(gpu: &Gpu, model: Model, options: &mut EngineOptions, ranks: Option<&mut Ranks>) -> Result<Self> {
         let config = model.config();
         let limit = gpu.capabilities().max_binding_bytes;
         let EngineOptions { max_sequences, max_context, max_step_tokens, .. } = *options;
         let mut sizes = engine_sizes(config, limit, max_sequences, max_context, max_step_tokens, BLOCK_SIZE);
         if let Some(ranks) = ranks {
-            exchange::agree(ranks.line(), &facts(&model, options))?;
+            exchange::agree(ranks.line(), &facts(&model))?;
+            *options = of_rank_0(ranks, options)?;
+            let EngineOptions { max_sequences, max_context, max_step_tokens, .. } = *options;
+            sizes = engine_sizes(config, limit, max_sequences, max_context, max_step_tokens, BLOCK_SIZE);
             sizes = smallest(ranks, sizes)?;
         }
         options.max_sequences = sizes.sequences;
@@ -143,11 +147,11 @@ impl Runner {
 }
 
 /// What all ranks must have in common, a line each.
-fn facts(model: &Model, options: &EngineOptions) -> String {
+fn facts(model: &Model) -> String {
     let share = model.share();
     let world = model.topology();
     format!(
-        "wgmoe {}\nmodel {:?}\nranks {}, ep {}\nplacement {:?}\noptions {options:?}\nexpert width {}",
+        "wgmoe {}\nmodel {:?}\nranks {}, ep {}\nplacement {:?}\nexpert width {}",
         env!("CARGO_PKG_VERSION"),
         model.config(),
         world.world(),
@@ -155,6 +159,25 @@ fn facts(model: &Model, options: &EngineOptions) -> String {
         model.placement(),
         share.full_width(),
     )
+}
+
+/// The options of rank 0.
+fn of_rank_0(ranks: &mut Ranks, options: &EngineOptions) -> Result<EngineOptions> {
+    let EngineOptions { max_sequences, max_context, max_step_tokens, adapter_slots, adapter_memory } = *options;
+    let sizes = [max_sequences, max_context, max_step_tokens, adapter_slots].map(|n| n as u64);
+    let own =
+        [sizes[0], sizes[1], sizes[2], sizes[3], u64::from(adapter_memory.is_some()), adapter_memory.unwrap_or(0)];
+    let words: Vec<u64> = bytemuck::pod_collect_to_vec(&exchange::broadcast(ranks.line(), bytemuck::cast_slice(&own))?);
+    let &[max_sequences, max_context, max_step_tokens, adapter_slots, limited, memory] = &words[..] else {
+        return Err(Error::new(ErrorKind::Rank, "rank 0 sent options that cannot be read"));
+    };
+    Ok(EngineOptions {
+        max_sequences: max_sequences as usize,
+        max_context: max_context as usize,
+        max_step_tokens: max_step_tokens as usize,
+        adapter_slots: adapter_slots as usize,
+        adapter_memory: (limited == 1).then_some(memory),
+    })
 }
 
 /// The smallest sizes of all ranks: a step must fit everywhere.

@@ -69,12 +69,12 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// A worker on `gpu` for its share of the model, with the options that rank 0 has. Blocks until all ranks are there.
+    /// A worker on `gpu` for its share of the model, with the options that rank 0 was given. Blocks until all ranks are there.
     ///
     /// # Errors
     /// Those of [`Engine::with_ranks`](crate::Engine::with_ranks).
-    pub fn new(gpu: &Gpu, model: Model, mut options: EngineOptions, line: Box<dyn Exchange>) -> Result<Self> {
-        let mut ranks = Ranks::new(line);
+    pub fn new(gpu: &Gpu, model: Model, line: Box<dyn Exchange>) -> Result<Self> {
+        let (mut ranks, mut options) = (Ranks::new(line), EngineOptions::default());
         match Runner::new(gpu, model, &mut options, Some(&mut ranks)) {
             Ok(runner) => Ok(Self { runner, ranks, adapters: HashMap::new() }),
             Err(e) => Err(tell(&mut ranks, e)),
