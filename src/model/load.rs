@@ -20,6 +20,7 @@ impl Model {
     /// [`ErrorKind::OutOfMemory`] from the device, and those of the checkpoint.
     pub fn load(gpu: &Gpu, checkpoint: &Checkpoint, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
         let config = checkpoint.config().clone();
+        config.family.check_decoder()?;
         check_sizes(&config)?;
         let share = ExpertShare::whole(config.moe.experts, config.moe.expert_width)?;
         let mut up = Uploader::new(gpu, total_bytes(checkpoint)?, progress);
