@@ -5,7 +5,7 @@ mod files;
 use std::collections::HashMap;
 use std::path::Path;
 
-use files::layouts::{D, E, F, Layout, R, SCALE, Values, layouts, model, pair, values};
+use files::layouts::{D, E, F, Layout, R, SCALE, Values, layouts, model, pair, rules, share, values};
 use files::zip::torch_save;
 use files::{Table, Tensor, encode, folder};
 use serde_json::json;
@@ -37,20 +37,6 @@ fn written(layout: &Layout, torch: bool) -> TempDir {
 /// Worlds of ranks: `tp` and `ep`. In the last one, some ranks have no column.
 const WORLDS: [[usize; 2]; 11] =
     [[1, 1], [2, 1], [2, 2], [3, 1], [4, 2], [6, 3], [8, 1], [8, 8], [8, 2], [12, 6], [15, 1]];
-
-fn rules(ep: usize) -> [PlacementRule; 3] {
-    // Some experts in one group, some in two, one in all.
-    let owners = |e: usize| match e {
-        3 => (0..ep).collect(),
-        _ if e % 2 == 0 && ep > 1 => vec![e % ep, (e + 1) % ep],
-        _ => vec![e % ep],
-    };
-    [PlacementRule::Linear, PlacementRule::RoundRobin, PlacementRule::Table((0..E).map(owners).collect())]
-}
-
-fn share(rule: &PlacementRule, [tp, ep]: [usize; 2], rank: usize) -> ExpertShare {
-    ExpertShare::new(rule, Topology::new(Some(tp), Some(ep), rank).unwrap(), E, F).unwrap()
-}
 
 /// The factors of a whole group of ranks, put together from their parts; `None` when the parts do not go together.
 fn joined(parts: &[Adapter]) -> Option<HashMap<(usize, Site, usize), (Values, Values)>> {
@@ -253,7 +239,6 @@ fn a_bias_follows_its_outputs_and_that_of_down_is_added_once() {
     table.finish();
 }
 
-/// A copy of `layout` whose tensors of experts that `share` does not hold cannot be read.
 #[test]
 fn ranks_agree_on_what_they_refuse() {
     let mut table = Table::default();

@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use wgmoe::adapter::Site;
 use wgmoe::checkpoint::{Mixer, MlpKind, ModelConfig};
 use wgmoe::family::Family;
+use wgmoe::placement::{ExpertShare, PlacementRule, Topology};
 
 use super::{Tensor, tiny};
 
@@ -43,6 +44,21 @@ impl Layout {
         let shared = if held > 0 { elements(self.shared) } else { 0 };
         4 * (self.other + shared + held * elements(self.each)) as u64
     }
+}
+
+/// Linear, round-robin, and a table with some experts in one of `ep` groups, some in two, one in all.
+pub fn rules(ep: usize) -> [PlacementRule; 3] {
+    let owners = |e: usize| match e {
+        3 => (0..ep).collect(),
+        _ if e.is_multiple_of(2) && ep > 1 => vec![e % ep, (e + 1) % ep],
+        _ => vec![e % ep],
+    };
+    [PlacementRule::Linear, PlacementRule::RoundRobin, PlacementRule::Table((0..E).map(owners).collect())]
+}
+
+/// What `rank` of `tp` ranks in `ep` groups holds.
+pub fn share(rule: &PlacementRule, [tp, ep]: [usize; 2], rank: usize) -> ExpertShare {
+    ExpertShare::new(rule, Topology::new(Some(tp), Some(ep), rank).unwrap(), E, F).unwrap()
 }
 
 /// A model of `family` with two layers, in letters of this file.
