@@ -38,8 +38,11 @@ fn written(layout: &Layout, torch: bool) -> TempDir {
 const WORLDS: [[usize; 2]; 11] =
     [[1, 1], [2, 1], [2, 2], [3, 1], [4, 2], [6, 3], [8, 1], [8, 8], [8, 2], [12, 6], [15, 1]];
 
+/// Canonical A and B by layer, site and expert.
+type Factors = HashMap<(usize, Site, usize), (Values, Values)>;
+
 /// The factors of a whole group of ranks, put together from their parts; `None` when the parts do not go together.
-fn joined(parts: &[Adapter]) -> Option<HashMap<(usize, Site, usize), (Values, Values)>> {
+fn joined(parts: &[Adapter]) -> Option<Factors> {
     let mut all = HashMap::new();
     for f in parts.iter().flat_map(|part| &part.factors) {
         let (a, b) = (decoded(&f.a), decoded(&f.b));
@@ -152,7 +155,7 @@ fn the_ranks_of_a_group_have_together_what_the_file_holds() {
                 };
                 let placement = rule.place(E, Topology::new(Some(tp), Some(ep), group * (tp / ep)).unwrap()).unwrap();
                 let ours = |f: &&Factor| !is_routed(f) || placement.local(f.expert).is_some();
-                let want: HashMap<_, _> =
+                let want: Factors =
                     whole.factors.iter().filter(ours).map(|f| (f.place(), (decoded(&f.a), decoded(&f.b)))).collect();
                 table.holds(&case, joined == want, (joined.len(), want.len()));
                 found.extend(joined.into_keys());
