@@ -54,6 +54,7 @@ impl Model {
         options: &LoadOptions<'_>,
     ) -> Result<(Self, Uploader<'c>)> {
         let config = checkpoint.config().clone();
+        config.family.check_decoder()?;
         check_sizes(&config)?;
         let share =
             ExpertShare::new(&options.placement, options.topology, config.moe.experts, config.moe.expert_width)?;

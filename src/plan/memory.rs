@@ -80,9 +80,11 @@ mod tests {
             max_positions: 40_960,
             tie_embeddings: false,
             dense_width: 6144,
+            shared_width: 0,
             moe: MoeShape { experts: 128, top_k: 8, hidden: 2048, expert_width: 768 },
             norm_topk_prob: true,
             layers: vec![MlpKind::Experts; 48],
+            mixers: Vec::new(),
             stop_ids: Vec::new(),
         }
     }

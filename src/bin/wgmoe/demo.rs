@@ -91,7 +91,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         mpi: false,
     };
     let world = files.ranks.topology(0)?.world();
-    let files = files.open()?;
+    let files = files.open(&World::Threads)?;
     let tiers: Vec<Option<Tier>> = if options.all_tiers {
         options.device.open()?.info().tiers.iter().copied().map(Some).collect()
     } else {

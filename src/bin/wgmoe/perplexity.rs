@@ -58,7 +58,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     let Some(world) = options.files.join(&options.device)? else { return Ok(()) };
     options.files.check_adapter("--adapter", options.adapter.as_deref())?;
     let tier = options.device.tier()?;
-    let files = options.files.open()?;
+    let files = options.files.open(&world)?;
     let tasks = match (&options.text, &options.tokens) {
         (Some(path), _) => vec![text_task(&files, path)?],
         (None, Some(path)) => read_tasks(&files, path)?,

@@ -79,7 +79,8 @@ impl Share {
         let checkpoint = Checkpoint::open(&self.model)?;
         let (model, _) = Model::load(gpu, &checkpoint, &self.load_options(rank)?, &mut |_, _| {})?;
         let open = |(name, dir): &(String, PathBuf)| {
-            let adapter = Adapter::open(dir, checkpoint.config()).with_context(|| format!("adapter `{name}`"))?;
+            let adapter = Adapter::open_for(dir, checkpoint.config(), model.share());
+            let adapter = adapter.with_context(|| format!("adapter `{name}`"))?;
             anyhow::Ok((name.clone(), adapter))
         };
         let adapters = self.loras.iter().map(open).collect::<Result<_, _>>()?;
@@ -96,6 +97,17 @@ pub enum World {
     /// Processes of the MPI job; this one is rank 0.
     #[cfg(feature = "mpi")]
     Processes(Box<dyn Exchange>),
+}
+
+impl World {
+    /// Number of processes of the job.
+    pub fn processes(&self) -> Option<usize> {
+        match self {
+            Self::Alone | Self::Threads => None,
+            #[cfg(feature = "mpi")]
+            Self::Processes(line) => Some(line.ranks()),
+        }
+    }
 }
 
 /// The other ranks, running.

@@ -79,7 +79,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     let sampling = options.sampling()?;
     let tier = options.device.tier()?;
     let inputs = options.inputs()?;
-    let files = options.files.open()?;
+    let files = options.files.open(&world)?;
     let jobs = inputs.iter().map(|input| options.job(&files, input, &sampling)).collect::<Result<Vec<_>, _>>()?;
     let mut session = files.start(world, &options.device, tier, &jobs)?;
     match options.format {

@@ -59,7 +59,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     for line in &lines {
         options.files.check_adapter(&line.place, line.value.adapter.as_deref())?;
     }
-    let files = options.files.open()?;
+    let files = options.files.open(&world)?;
     let vocab = files.config().vocab;
     let mut jobs = Vec::new();
     for line in &mut lines {

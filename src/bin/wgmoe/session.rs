@@ -15,7 +15,7 @@ use wgmoe::engine::{AdapterId, Engine, EngineOptions, Event, FinishReason, Reque
 use wgmoe::exchange::Exchange as _;
 use wgmoe::gpu::{Gpu, Tier};
 use wgmoe::model::Model;
-use wgmoe::placement::Topology;
+use wgmoe::placement::{ExpertShare, Topology};
 use wgmoe::text::{ChatTemplate, Tokenizer};
 
 use crate::ranks::{Others, RankOptions, Share, World, places};
@@ -79,21 +79,20 @@ impl ModelFiles {
 
     #[cfg(feature = "mpi")]
     fn join_processes(&self, device: &Device) -> anyhow::Result<Option<World>> {
-        let mut line = Box::new(wgmoe::exchange::mpi::Mpi::join()?);
-        let mut share = self.share();
-        if share.options.tp.is_none() && share.options.ep.is_none() {
-            share.options.ep = Some(line.ranks());
+        let line = wgmoe::exchange::mpi::Mpi::join()?;
+        let (rank, ranks, local_rank) = (line.rank(), line.ranks(), line.local_rank());
+        let world = World::Processes(Box::new(line));
+        let share = self.share(&world);
+        let asked = share.options.topology(0)?.world();
+        if asked != ranks {
+            return Err(usage(format!("--mpi: expected {asked} processes for --tp and --ep, got {ranks}")));
         }
-        let world = share.options.topology(0)?.world();
-        if world != line.ranks() {
-            return Err(usage(format!("--mpi: expected {world} processes for --tp and --ep, got {}", line.ranks())));
-        }
-        if line.rank() == 0 {
+        let World::Processes(mut line) = world else { return Ok(None) };
+        if rank == 0 {
             return Ok(Some(World::Processes(line)));
         }
         let places = places(device);
-        let gpu = device.tier().and_then(|tier| device.open_at(places[line.local_rank() % places.len()], tier));
-        match gpu {
+        match device.tier().and_then(|tier| device.open_at(places[local_rank % places.len()], tier)) {
             Ok(gpu) => share.follow(&gpu, line)?,
             Err(e) => {
                 line.fail(&format!("{e:#}"));
@@ -103,33 +102,35 @@ impl ModelFiles {
         Ok(None)
     }
 
-    fn share(&self) -> Share {
-        Share { model: self.model.clone(), loras: self.loras.clone(), options: self.ranks.clone() }
+    fn share(&self, world: &World) -> Share {
+        let mut options = self.ranks.clone();
+        if let (Some(ranks), None, None) = (world.processes(), options.tp, options.ep) {
+            options.ep = Some(ranks);
+        }
+        Share { model: self.model.clone(), loras: self.loras.clone(), options }
     }
 
-    /// Opens and checks every file; nothing is put on a device yet.
-    pub fn open(&self) -> anyhow::Result<Files> {
+    /// Opens and checks every file, of adapters what rank 0 owns; nothing is put on a device yet.
+    pub fn open(&self, world: &World) -> anyhow::Result<Files> {
         for (index, (name, _)) in self.loras.iter().enumerate() {
             if self.loras[..index].iter().any(|(earlier, _)| earlier == name) {
                 return Err(usage(format!("--lora: the name `{name}` is given twice")));
             }
         }
         let checkpoint = Checkpoint::open(&self.model)?;
+        let share = self.share(world);
+        let moe = &checkpoint.config().moe;
+        let owned =
+            ExpertShare::new(&share.options.rule()?, share.options.topology(0)?, moe.experts, moe.expert_width)?;
         let tokenizer = Tokenizer::open(&self.model)?;
         let open = |(name, dir): &(String, PathBuf)| {
-            let adapter = Adapter::open(dir, checkpoint.config()).with_context(|| format!("adapter `{name}`"))?;
+            let adapter = Adapter::open_for(dir, checkpoint.config(), &owned);
+            let adapter = adapter.with_context(|| format!("adapter `{name}`"))?;
             anyhow::Ok((name.clone(), adapter))
         };
         let adapters = self.loras.iter().map(open).collect::<Result<_, _>>()?;
         let template = OnceCell::new();
-        Ok(Files {
-            checkpoint,
-            tokenizer,
-            template,
-            adapters,
-            adapter_memory: self.adapter_memory,
-            share: self.share(),
-        })
+        Ok(Files { checkpoint, tokenizer, template, adapters, adapter_memory: self.adapter_memory, share })
     }
 }
 
@@ -215,20 +216,17 @@ impl Files {
         tier: Option<Tier>,
         jobs: &[Job],
     ) -> anyhow::Result<Session<'_>> {
-        let (mut others, mut share) = (Others::default(), self.share.clone());
+        let (mut others, share) = (Others::default(), &self.share);
         let line = match world {
             World::Alone => None,
             World::Threads => {
-                let (started, line) = Others::start(&share, device, tier)?;
+                let (started, line) = Others::start(share, device, tier)?;
                 others = started;
                 Some(line)
             }
             #[cfg(feature = "mpi")]
             World::Processes(line) => Some(line),
         };
-        if let (Some(line), None, None) = (&line, share.options.tp, share.options.ep) {
-            share.options.ep = Some(line.ranks());
-        }
         let gpu = match &line {
             None => device.open_tier(tier)?,
             Some(_) => device.open_at(places(device)[0], tier)?,
