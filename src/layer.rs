@@ -49,7 +49,7 @@ pub struct LoraBatch {
     pub slots: usize,
     /// Adapters that occur in the batch, at least 1.
     pub adapters: usize,
-    /// Largest rank among them.
+    /// Largest rank among them, a bias counted.
     pub max_rank: usize,
     /// Tokens sorted by slot, where there are enough of them.
     pub aligned: Option<Aligned>,

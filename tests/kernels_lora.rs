@@ -25,7 +25,9 @@ struct Held {
     rank: usize,
     scale: f32,
     a: Vec<f32>,
+    /// `[out, R]`, and the bias apart.
     b: Vec<f32>,
+    bias: Option<Vec<f32>>,
 }
 
 #[derive(Debug, Clone)]
@@ -42,6 +44,8 @@ struct Case {
     slots: Vec<(usize, DType)>,
     /// All projections of a slot and expert use one A.
     shared: bool,
+    /// Which slots have a bias, on every projection but the second; none past the end.
+    biased: Vec<bool>,
 }
 
 fn case() -> Case {
@@ -55,6 +59,7 @@ fn case() -> Case {
         mix: AdapterMix::Uniform,
         slots: vec![(8, DType::F16), (17, DType::Bf16)],
         shared: false,
+        biased: Vec::new(),
     }
 }
 
@@ -81,7 +86,7 @@ fn factors(gpu: &Gpu, case: &Case, rng: &mut Rng) -> (Factors, Vec<Held>) {
         for expert in 0..case.experts {
             let a_values = rng.floats(rank * case.inner);
             let shared = place(&mut pool, *dtype, &a_values, case.inner);
-            for out in &case.out_dims {
+            for (projection, out) in case.out_dims.iter().enumerate() {
                 // An expert that an adapter leaves out.
                 let rank = if slot == 1 && expert == 1 && case.experts > 1 { 0 } else { *rank };
                 let (a, a_values) = if case.shared {
@@ -89,11 +94,17 @@ fn factors(gpu: &Gpu, case: &Case, rng: &mut Rng) -> (Factors, Vec<Held>) {
                 } else {
                     place(&mut pool, *dtype, &rng.floats(rank * case.inner), case.inner)
                 };
-                let (b, b_values) = place(&mut pool, *dtype, &rng.floats(out * rank), rank.max(1));
+                let biased = rank > 0 && projection != 1 && case.biased.get(slot) == Some(&true);
+                // With a bias, B has one more column.
+                let columns = rank + usize::from(biased);
+                let (b, stored) = place(&mut pool, *dtype, &rng.floats(out * columns), columns.max(1));
+                let rows = || stored.chunks(columns.max(1));
+                let b_values = rows().flat_map(|row| &row[..rank]).copied().collect();
+                let bias = biased.then(|| rows().map(|row| row[rank]).collect());
                 let scale = 0.25 + held.len() as f32 / 16.0;
                 let kind = [DType::F32, DType::F16, DType::Bf16].iter().position(|d| d == dtype).unwrap() as u32;
-                index.push([a, b, rank as u32 | kind << 16, scale.to_bits()]);
-                held.push(Held { rank, scale, a: a_values, b: b_values });
+                index.push([a, b, columns as u32 | kind << 16 | u32::from(biased) << 24, scale.to_bits()]);
+                held.push(Held { rank, scale, a: a_values, b: b_values, bias });
             }
         }
     }
@@ -113,7 +124,8 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
         reference::remap(&ids, &mapping, case.top_k, case.experts, slots, NoAdapter::Skip).virtual_topk_ids;
     let (factors, held) = factors(gpu, case, &mut rng);
     let site = LoraSite { index_base: INDEX_BASE, out_dims: case.out_dims.clone(), in_dim: case.inner };
-    let max_rank = case.slots.iter().map(|(rank, _)| *rank).max().unwrap();
+    let biased = |slot: usize| usize::from(case.biased.get(slot) == Some(&true));
+    let max_rank = case.slots.iter().enumerate().map(|(slot, (rank, _))| rank + biased(slot)).max().unwrap();
     let mut x = rng.floats(case.tokens * case.inner);
     for t in 0..case.tokens {
         if virtual_ids[t * case.top_k..(t + 1) * case.top_k].iter().all(|v| *v < 0) {
@@ -167,6 +179,7 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
                 scale: h.scale,
                 a: &h.a[..h.rank * case.inner],
                 b: &h.b[..out * h.rank],
+                bias: h.bias.as_deref(),
             })
         };
         reference::lora(&x, case.top_k, &virtual_ids, &find, *out, case.inner, &mut expected, stride, column);
@@ -192,6 +205,25 @@ fn adapters_of_any_rank_and_type_share_a_batch() {
         cases.push(of(vec![(3, DType::F16), (8, DType::F32), (17, DType::Bf16)]));
         cases.push(of(vec![(64, DType::F16), (0, DType::F32), (1, DType::F16)]));
         cases.push(of(vec![(17, DType::F32)]));
+    }
+    for gpu in device::every_variant() {
+        each_case(&cases, |case| check(&gpu, case));
+    }
+}
+
+#[test]
+fn a_bias_is_added_at_every_rank_beside_adapters_without_one() {
+    let mut cases = Vec::new();
+    for tile in [None, Some(1), Some(4), Some(8)] {
+        for rank in [1, 7, 8, 15, 16] {
+            for dtype in [DType::F32, DType::F16, DType::Bf16] {
+                let slots = vec![(rank, dtype), (rank, DType::F32), (8, DType::Bf16)];
+                for shared in [false, true] {
+                    let biased = vec![true, false, true];
+                    cases.push(Case { tile, tokens: 24, slots: slots.clone(), shared, biased, ..case() });
+                }
+            }
+        }
     }
     for gpu in device::every_variant() {
         each_case(&cases, |case| check(&gpu, case));

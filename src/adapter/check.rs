@@ -48,6 +48,11 @@ fn check_factor(layer: &PoolSites, f: &Factor, cut: bool) -> Result<(), String> 
             *width = share.width().len();
         }
     }
+    if let Some(bias) = &f.bias
+        && [bias.rows, bias.cols] != [out, 1]
+    {
+        return Err(format!("expected a bias [{out}, 1], got [{}, {}]", bias.rows, bias.cols));
+    }
     let fits = [f.a.rows, f.a.cols, f.b.rows, f.b.cols] == [f.rank, input, out, f.rank];
     if !fits || f.rank == 0 || f.rank > MAX_RANK {
         let got = format!("[{}, {}] and [{}, {}]", f.a.rows, f.a.cols, f.b.rows, f.b.cols);

@@ -118,7 +118,7 @@ impl AdapterPool {
         (&self.layers[layer].sites.sites, &self.layers[layer].factors)
     }
 
-    /// The largest rank of the adapter in `slot`, 0 when it is empty.
+    /// The largest rank of the adapter in `slot`, a bias counted; 0 when it is empty.
     pub fn max_rank(&self, slot: usize) -> usize {
         self.slots[slot].as_ref().map_or(0, |s| s.max_rank)
     }
@@ -347,7 +347,8 @@ impl AdapterPool {
             self.gpu.queue().submit([]);
             held.push(new);
         }
-        let max_rank = adapter.factors.iter().map(|f| f.rank).max().unwrap_or(0);
+        let ranks = adapter.factors.iter().map(|f| f.rank + usize::from(f.bias.is_some()));
+        let max_rank = ranks.max().unwrap_or(0);
         self.slots[plan.slot] = Some(Slot { id, pins: 0, last_use: self.clock, max_rank, held });
         plan.slot
     }

@@ -94,11 +94,12 @@ pub struct LoraSite {
 pub struct Factors {
     /// 16-byte words of every factor.
     pub pool: View,
-    /// An entry for each (slot, expert, projection) of each site: `[a, b, rank | type << 16, scale]`.
+    /// An entry for each (slot, expert, projection) of each site: `[a, b, rank | type << 16 | bias << 24, scale]`; with a bias
+    /// the rank counts it, as the last column of B.
     pub index: View,
 }
 
-/// Semantics: `y[p] += s · B · (A · x[p / row_div])` with the factors of virtual expert `id(p)`; nothing where rank is 0.
+/// Semantics: `y[p] += s · (B · (A · x[p / row_div]) + bias)` with the factors of virtual expert `id(p)`; nothing where rank is 0.
 pub struct Lora<'a> {
     /// P.
     pub rows: usize,
@@ -108,7 +109,7 @@ pub struct Lora<'a> {
     pub select: Rows<'a>,
     /// V of the site: slots, times experts where there are any.
     pub buckets: usize,
-    /// Largest rank among the adapters of this batch.
+    /// Largest rank among the adapters of this batch, a bias counted.
     pub max_rank: usize,
     /// The site.
     pub site: &'a LoraSite,
