@@ -13,6 +13,7 @@ use wgmoe::dtype::DType;
 use wgmoe::kernels::align::Align;
 use wgmoe::kernels::expert_gemm::Rows;
 use wgmoe::kernels::lora::{Factors, Lora, LoraSite, column_tiles};
+use wgmoe::kernels::lora_gather::LoraGather;
 use wgmoe::reference;
 use wgmoe::router::NoAdapter;
 
@@ -208,6 +209,69 @@ fn adapters_of_any_rank_and_type_share_a_batch() {
     }
     for gpu in device::every_variant() {
         each_case(&cases, |case| check(&gpu, case));
+    }
+}
+
+#[test]
+fn tokens_take_their_columns_of_a_as_the_oracle_says() {
+    const VOCAB: usize = 37;
+    let cases: Vec<(usize, DType)> =
+        [1, 7, 8, 17].into_iter().flat_map(|r| [DType::F32, DType::F16, DType::Bf16].map(|d| (r, d))).collect();
+    for gpu in device::every_tier() {
+        each_case(&cases, |(rank, dtype)| {
+            let mut rng = Rng::new(23);
+            // Slot 0 of rank 3 in f32, slot 1 empty, slot 2 of the case; slot 7 does not exist.
+            let mut pool = vec![0xffu8; 48];
+            let mut index = vec![[7u32, 9, 5, f32::NAN.to_bits()]; INDEX_BASE];
+            let mut held = Vec::new();
+            for (rank, dtype, scale) in [(3, DType::F32, 0.5f32), (0, DType::F32, 1.0), (*rank, *dtype, 1.5)] {
+                let (a, columns) = place(&mut pool, dtype, &rng.floats(VOCAB * rank), rank.max(1));
+                let kind = [DType::F32, DType::F16, DType::Bf16].iter().position(|d| *d == dtype).unwrap() as u32;
+                index.push([a, 0, rank as u32 | kind << 16, scale.to_bits()]);
+                let a: Vec<f32> = (0..rank * VOCAB).map(|i| columns[i % VOCAB * rank + i / VOCAB]).collect();
+                held.push((rank, scale, a));
+            }
+            let factors = Factors { pool: upload(&gpu, &pool), index: upload(&gpu, &index) };
+            // Every other row decodes: its token is what the last step left.
+            let tokens: Vec<u32> = (0..11).map(|t| t * 7 % VOCAB as u32).collect();
+            let slots: Vec<i32> = (0..11).map(|t| [2, 0, -1, 1, 2, 7][t % 6]).collect();
+            let table: Vec<[i32; 4]> =
+                (0..11).map(|t| [if t % 2 == 0 { tokens[t] as i32 } else { -1 }, 5, t as i32, slots[t]]).collect();
+            let (rows, last_ids) = (upload(&gpu, &table), upload(&gpu, &tokens));
+            let max_rank = rank.max(&3).next_multiple_of(8) + 8;
+            let u = Output::new(&gpu, 11 * max_rank, UNWRITTEN_F32);
+            let site = LoraSite { index_base: INDEX_BASE, out_dims: vec![16], in_dim: VOCAB };
+            run(&gpu, |rec, pass| {
+                LoraGather {
+                    rows: 11,
+                    row_table: &rows,
+                    last_ids: &last_ids,
+                    slots: 3,
+                    max_rank,
+                    site: &site,
+                    factors: &factors,
+                    u: &u.view,
+                }
+                .record(rec, pass)
+            });
+            let mut expected = vec![UNWRITTEN_F32; 11 * max_rank];
+            for t in 0..11 {
+                // Up to the next multiple of eight there are zeros.
+                let padded = held.get(slots[t] as usize).map_or(0, |(rank, ..)| rank.next_multiple_of(8));
+                expected[t * max_rank..t * max_rank + padded].fill(0.0);
+            }
+            let find = |slot: usize| {
+                let (rank, scale, a) = held.get(slot)?;
+                Some(reference::Factors { rank: *rank, scale: *scale, a, b: &[], bias: None })
+            };
+            reference::lora_gather(&tokens, &slots, &find, VOCAB, max_rank, &mut expected);
+            let same = |(g, e): (&f32, &f32)| g == e || g.to_bits() == e.to_bits();
+            let got = u.read(&gpu);
+            match got.iter().zip(&expected).position(|pair| !same(pair)) {
+                None => Ok(()),
+                Some(at) => Err(format!("element {at}: {} instead of {}", got[at], expected[at])),
+            }
+        });
     }
 }
 

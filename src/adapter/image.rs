@@ -37,6 +37,8 @@ struct Part {
     padded_rows: usize,
     /// One more column.
     biased: bool,
+    /// Rows and columns are those of the transposed matrix.
+    transposed: bool,
     dtype: DType,
 }
 
@@ -109,9 +111,19 @@ impl<'a> Image<'a> {
 
 /// The parts of A and B that this rank stores; `cut` is what has to be cut off, `share` what the device's rows are padded for.
 fn parts(factor: &Factor, cut: Option<&ExpertShare>, share: Option<&ExpertShare>, dtype: DType) -> [Part; 2] {
-    let whole = |m: &Matrix| Part { rows: 0..m.rows, cols: 0..m.cols, padded_rows: m.rows, biased: false, dtype };
+    let whole = |m: &Matrix| Part {
+        rows: 0..m.rows,
+        cols: 0..m.cols,
+        padded_rows: m.rows,
+        biased: false,
+        transposed: false,
+        dtype,
+    };
     let (mut a, mut b) = (whole(&factor.a), whole(&factor.b));
-    if factor.site == Site::ExpertDown {
+    if factor.site == Site::Embedding {
+        // A token's values become a row.
+        a = Part { rows: a.cols, cols: a.rows, padded_rows: factor.a.cols, transposed: true, ..a };
+    } else if factor.site == Site::ExpertDown {
         a.cols = cut.map_or(a.cols, ExpertShare::width);
     } else {
         b.rows = cut.map_or(b.rows, ExpertShare::width);
@@ -152,7 +164,11 @@ impl Block<'_> {
         let begin = bytes.len();
         for row in part.rows.clone() {
             let at = bytes.len();
-            push(bytes, matrix, row * matrix.cols + part.cols.start, part.cols.len());
+            if part.transposed {
+                part.cols.clone().for_each(|col| push(bytes, matrix, col * matrix.cols + row, 1));
+            } else {
+                push(bytes, matrix, row * matrix.cols + part.cols.start, part.cols.len());
+            }
             if let Some(bias) = bias {
                 push(bytes, bias, row, 1);
             }

@@ -93,7 +93,8 @@ impl Engine {
             .map(|(sites, kind)| (sites, (*kind == MlpKind::Experts).then(|| model.share.clone())))
             .collect();
         let (slots, budget) = (options.adapter_slots, options.adapter_memory);
-        let pool = AdapterPool::with_options(gpu, PoolOptions { layers, slots, budget })?;
+        let pool =
+            AdapterPool::with_options(gpu, PoolOptions { layers, ends: Some(model.end_sites(slots)), slots, budget })?;
         let free_rows = (0..options.max_sequences as u32).rev().collect();
         Ok(Self {
             gpu: gpu.clone(),

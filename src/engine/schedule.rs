@@ -1,5 +1,6 @@
 //! Which rows a step has, and its recording.
 
+use crate::adapter::Site;
 use crate::engine::in_flight::{InFlight, LogitRows, Mapped};
 use crate::engine::sequence::Place;
 use crate::engine::{AdapterId, DEPTH, Engine, SequenceId};
@@ -153,17 +154,17 @@ impl Engine {
         let mapping = upload(&mut self.rec, &queue, "token_lora_mapping", bytemuck::cast_slice(&batch.mapping))?;
         queue.write_buffer(&self.status.buffer, 0, &[0; 4]);
 
-        let mut slots: Vec<i32> = batch.mapping.iter().copied().filter(|s| *s >= 0).collect();
-        slots.sort_unstable();
-        slots.dedup();
-        let max_rank = slots.iter().map(|s| self.pool.max_rank(*s as usize)).max().unwrap_or(0);
-        let lora = (max_rank > 0).then(|| LoraBatch {
-            token_lora_mapping: mapping,
-            slots: self.pool.slots(),
-            adapters: slots.len(),
-            max_rank: max_rank.next_multiple_of(8),
-            aligned: None,
-        });
+        let slots = distinct(&batch.mapping);
+        let lora_embedding = slots.iter().any(|s| self.pool.changes(*s, Site::Embedding));
+        let lora = self.lora(&slots, mapping);
+        let head_slots: Vec<i32> = batch.gather.iter().map(|row| batch.mapping[*row as usize]).collect();
+        let slots = distinct(&head_slots);
+        let lora_head = if slots.iter().any(|s| self.pool.changes(*s, Site::LmHead)) {
+            let mapping = upload(&mut self.rec, &queue, "logit slots", bytemuck::cast_slice(&head_slots))?;
+            self.lora(&slots, mapping)
+        } else {
+            None
+        };
         let tensors = StepTensors {
             rows: batch.rows.len(),
             row_table: &row_table,
@@ -175,6 +176,8 @@ impl Engine {
             logit_rows: batch.gather.len(),
             status: &self.status,
             lora,
+            lora_embedding,
+            lora_head,
             attended: batch.rows.iter().map(|r| r[1] as u64 + 1).sum(),
         };
         // What the device refuses must not look like a result: the step's buffers would hold those of an earlier one.
@@ -221,6 +224,18 @@ impl Engine {
         Ok(())
     }
 
+    /// The adapters in `slots` and the slot of each row; `None` when there is nothing to add.
+    fn lora(&self, slots: &[usize], token_lora_mapping: View) -> Option<LoraBatch> {
+        let max_rank = slots.iter().map(|s| self.pool.max_rank(*s)).max().unwrap_or(0);
+        (max_rank > 0).then(|| LoraBatch {
+            token_lora_mapping,
+            slots: self.pool.slots(),
+            adapters: slots.len(),
+            max_rank: max_rank.next_multiple_of(8),
+            aligned: None,
+        })
+    }
+
     /// A mappable buffer of at least `bytes`, reused where one is free.
     fn staging(&mut self, bytes: u64) -> wgpu::Buffer {
         if let Some(at) = self.readback.iter().position(|b| b.size() >= bytes) {
@@ -258,6 +273,14 @@ impl Batch {
         self.picked.push(id);
         self.gather.push(self.rows.len() as u32 - 1);
     }
+}
+
+/// The slots that occur in a mapping, ascending.
+fn distinct(mapping: &[i32]) -> Vec<usize> {
+    let mut slots: Vec<usize> = mapping.iter().filter_map(|s| usize::try_from(*s).ok()).collect();
+    slots.sort_unstable();
+    slots.dedup();
+    slots
 }
 
 fn upload(rec: &mut crate::kernels::Recording, queue: &wgpu::Queue, label: &'static str, bytes: &[u8]) -> Result<View> {

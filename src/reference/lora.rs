@@ -73,7 +73,13 @@ mod tests {
     #[test]
     fn adapters_of_different_rank_change_only_their_pairs_and_columns() {
         let one = Factors { rank: 1, scale: 2.0, a: &[1.0, 1.0], b: &[1.0, 10.0], bias: None };
-        let two = Factors { rank: 2, scale: 0.5, a: &[1.0, 0.0, 0.0, 1.0], b: &[0.0, 1.0, 1.0, 0.0], bias: Some(&[4.0, 0.0]) };
+        let two = Factors {
+            rank: 2,
+            scale: 0.5,
+            a: &[1.0, 0.0, 0.0, 1.0],
+            b: &[0.0, 1.0, 1.0, 0.0],
+            bias: Some(&[4.0, 0.0]),
+        };
         let none = Factors { rank: 0, scale: 1.0, a: &[], b: &[], bias: None };
         let factors = |v: usize| match v {
             0 => Some(one),

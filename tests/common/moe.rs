@@ -106,7 +106,7 @@ impl Twin {
         // Every attention projection is square.
         (config.heads, config.kv_heads, config.head_dim) = (1, 1, self.shape.hidden);
         let sites = LayerSites::new(&config, MlpKind::Experts, &self.share, slots);
-        PoolOptions { layers: vec![(sites, Some(self.share.clone()))], slots, budget: None }
+        PoolOptions { layers: vec![(sites, Some(self.share.clone()))], ends: None, slots, budget: None }
     }
 
     /// An empty pool for this layer alone.
