@@ -134,11 +134,14 @@ impl Base {
         let factors: Vec<_> = adapter
             .factors
             .iter()
-            .map(|f| (f.site, f.expert, f.scale, f.a.dtype.decode(&f.a.bytes), f.b.dtype.decode(&f.b.bytes)))
+            .map(|f| {
+                let values = |m: &Matrix| m.dtype.decode(&m.bytes);
+                (f.site, f.expert, f.scale, values(&f.a), values(&f.b), f.bias.as_deref().map(values))
+            })
             .collect();
         let loaded = |site: Site, v: usize| {
-            let (_, _, scale, a, b) = factors.iter().find(|f| (f.0, f.1) == (site, owned[v]))?;
-            Some(Factors { rank: R, scale: *scale, a, b })
+            let (_, _, scale, a, b, bias) = factors.iter().find(|f| (f.0, f.1) == (site, owned[v]))?;
+            Some(Factors { rank: R, scale: *scale, a, b, bias: bias.as_deref() })
         };
         let layer = MoeLayer {
             shape: MoeShape { experts: E, top_k: 3, hidden: D, expert_width: width.len() },

@@ -1,5 +1,6 @@
 //! What runs a step on one rank: the model with its cache, adapters and tables, without any idea of requests.
 
+use crate::adapter::Site;
 use crate::adapter::pool::{AdapterPool, PoolOptions};
 use crate::checkpoint::MlpKind;
 use crate::engine::EngineOptions;
@@ -81,7 +82,8 @@ impl Runner {
             .map(|(sites, kind)| (sites, (*kind == MlpKind::Experts).then(|| model.share.clone())))
             .collect();
         let (slots, budget) = (options.adapter_slots, options.adapter_memory);
-        let pool = AdapterPool::with_options(gpu, PoolOptions { layers, slots, budget })?;
+        let pool =
+            AdapterPool::with_options(gpu, PoolOptions { layers, ends: Some(model.end_sites(slots)), slots, budget })?;
         Ok(Self {
             gpu: gpu.clone(),
             model,
@@ -109,17 +111,17 @@ impl Runner {
         let gather = self.upload("logit rows", bytemuck::cast_slice(rows.gather))?;
         let mapping = self.upload("token_lora_mapping", bytemuck::cast_slice(rows.mapping))?;
         self.gpu.queue().write_buffer(&self.status.buffer, 0, &[0; 4]);
-        let mut slots: Vec<i32> = rows.mapping.iter().copied().filter(|s| *s >= 0).collect();
-        slots.sort_unstable();
-        slots.dedup();
-        let max_rank = slots.iter().map(|s| self.pool.max_rank(*s as usize)).max().unwrap_or(0);
-        let lora = (max_rank > 0).then(|| LoraBatch {
-            token_lora_mapping: mapping,
-            slots: self.pool.slots(),
-            adapters: slots.len(),
-            max_rank: max_rank.next_multiple_of(8),
-            aligned: None,
-        });
+        let slots = distinct(rows.mapping);
+        let lora_embedding = slots.iter().any(|s| self.pool.changes(*s, Site::Embedding));
+        let lora = self.lora(&slots, mapping);
+        let head_slots: Vec<i32> = rows.gather.iter().map(|row| rows.mapping[*row as usize]).collect();
+        let slots = distinct(&head_slots);
+        let lora_head = if slots.iter().any(|s| self.pool.changes(*s, Site::LmHead)) {
+            let mapping = self.upload("logit slots", bytemuck::cast_slice(&head_slots))?;
+            self.lora(&slots, mapping)
+        } else {
+            None
+        };
         let tensors = StepTensors {
             rows: rows.rows.len(),
             row_table: &row_table,
@@ -131,9 +133,23 @@ impl Runner {
             logit_rows: rows.gather.len(),
             status: &self.status,
             lora,
+            lora_embedding,
+            lora_head,
             attended: rows.rows.iter().map(|r| r[1] as u64 + 1).sum(),
         };
         self.model.record(commands, &mut self.rec, &self.cache, &self.pool, tensors)
+    }
+
+    /// The adapters in `slots` and the slot of each row; `None` when there is nothing to add.
+    fn lora(&self, slots: &[usize], token_lora_mapping: View) -> Option<LoraBatch> {
+        let max_rank = slots.iter().map(|s| self.pool.max_rank(*s)).max().unwrap_or(0);
+        (max_rank > 0).then(|| LoraBatch {
+            token_lora_mapping,
+            slots: self.pool.slots(),
+            adapters: slots.len(),
+            max_rank: max_rank.next_multiple_of(8),
+            aligned: None,
+        })
     }
 
     /// A scratch buffer with these bytes.
@@ -144,6 +160,14 @@ impl Runner {
         }
         Ok(view)
     }
+}
+
+/// The slots that occur in a mapping, ascending.
+fn distinct(mapping: &[i32]) -> Vec<usize> {
+    let mut slots: Vec<usize> = mapping.iter().filter_map(|s| usize::try_from(*s).ok()).collect();
+    slots.sort_unstable();
+    slots.dedup();
+    slots
 }
 
 /// What all ranks must have in common, a line each.

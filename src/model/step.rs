@@ -1,7 +1,7 @@
 //! One step of the decoder: T rows of any mix of sequences, prompts and adapters.
 
 use crate::adapter::pool::AdapterPool;
-use crate::adapter::sites::LayerSites;
+use crate::adapter::sites::{EndSites, LayerSites};
 use crate::checkpoint::MlpKind;
 use crate::error::Result;
 use crate::kernels::activation::Activate;
@@ -36,6 +36,10 @@ pub struct StepTensors<'a> {
     pub status: &'a View,
     /// Adapters of the batch; `None` when no row has one.
     pub lora: Option<LoraBatch>,
+    /// Some adapter of the batch changes the embedding.
+    pub lora_embedding: bool,
+    /// The adapters of the rows whose logits are wanted, by those rows; `None` when none of them changes the LM head.
+    pub lora_head: Option<LoraBatch>,
     /// Cached positions that all rows together attend to.
     pub attended: u64,
 }
@@ -44,6 +48,11 @@ impl Model {
     /// The adapter sites of every layer for `slots` slots.
     pub(crate) fn sites(&self, slots: usize) -> Vec<LayerSites> {
         self.config.layers.iter().map(|kind| LayerSites::new(&self.config, *kind, &self.share, slots)).collect()
+    }
+
+    /// The adapter sites outside the layers.
+    pub(crate) fn end_sites(&self, slots: usize) -> EndSites {
+        EndSites::new(&self.config, slots)
     }
 
     /// Multiply-accumulates of one layer for one row, adapters not counted.
@@ -82,13 +91,20 @@ impl Model {
             };
             embed.record(rec, pass)?;
             let Some(batch) = t.lora.take() else { return Ok(None) };
+            let ends = pool.ends().filter(|_| t.lora_embedding);
             let sites = (0..self.layers.len()).flat_map(|layer| {
                 let sites = pool.layer(layer).0;
                 let dense = sites.router.is_none();
                 let mlp = [&sites.gate_up, &sites.down].into_iter().filter(move |_| dense);
                 [&sites.qkv, &sites.o].into_iter().chain(&sites.router).chain(mlp)
             });
-            batch.prepare(rec, pass, t.rows, sites).map(Some)
+            let embedding = ends.map(|(sites, _)| &sites.embedding);
+            let batch = batch.prepare(rec, pass, t.rows, sites.chain(embedding))?;
+            if let Some((sites, factors)) = ends {
+                let tables = [t.row_table, t.last_ids];
+                batch.record_embedding(rec, pass, &sites.embedding, factors, t.rows, tables, &hidden)?;
+            }
+            Ok(Some(batch))
         })?;
         let attention = t.attended * (2 * c.heads * c.head_dim) as u64;
         for (layer, weights) in self.layers.iter().enumerate() {
@@ -105,6 +121,7 @@ impl Model {
             return Ok(None);
         }
         let macs = (t.logit_rows * d * c.vocab) as u64;
+        let lora = t.lora_head.take();
         commands.pass(rec, "lm_head", macs, |rec, pass| {
             let x = rec.scratch("final x", (t.logit_rows * d * 4) as u64)?;
             let norm = Norm {
@@ -129,6 +146,11 @@ impl Model {
                 accumulate: false,
             };
             product.record(rec, pass)?;
+            if let Some((batch, (sites, factors))) = lora.zip(pool.ends()) {
+                let site = &sites.lm_head;
+                let batch = batch.prepare(rec, pass, t.logit_rows, std::iter::once(site))?;
+                batch.record_dense(rec, pass, site, factors, t.logit_rows, &x, &logits)?;
+            }
             Ok(Some(logits))
         })
     }

@@ -55,8 +55,8 @@ pub fn engine_sizes(
 fn widest_row(config: &ModelConfig) -> usize {
     let attention = (config.heads + 2 * config.kv_heads) * config.head_dim;
     let experts = config.moe.top_k * config.hidden.max(2 * config.moe.expert_width);
-    // The adapters' intermediate: three projections of the largest rank that is read, one row a pair.
-    let adapters = config.moe.top_k.max(1) * 3 * crate::adapter::MAX_RANK;
+    // The adapters' intermediate: three projections of the largest rank that is read and a bias, one row a pair.
+    let adapters = config.moe.top_k.max(1) * 3 * (crate::adapter::MAX_RANK + 1).next_multiple_of(8);
     attention.max(experts).max(2 * config.dense_width).max(config.hidden).max(adapters)
 }
 
