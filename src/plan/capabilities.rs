@@ -25,6 +25,9 @@ pub struct Capabilities {
     pub macs_per_submission: u64,
 }
 
+/// Invocations of a workgroup that every device must allow. No variant uses more, also where a device would.
+const MIN_INVOCATIONS: u32 = 256;
+
 impl Capabilities {
     /// Decides for one device.
     ///
@@ -33,7 +36,7 @@ impl Capabilities {
     pub fn new(info: &GpuInfo, limits: &wgpu::Limits, downlevel: wgpu::DownlevelFlags, tier: Tier) -> Result<Self> {
         for (name, got, need) in [
             ("max_storage_buffers_per_shader_stage", limits.max_storage_buffers_per_shader_stage, 8),
-            ("max_compute_invocations_per_workgroup", limits.max_compute_invocations_per_workgroup, 256),
+            ("max_compute_invocations_per_workgroup", limits.max_compute_invocations_per_workgroup, MIN_INVOCATIONS),
             ("max_compute_workgroup_storage_size", limits.max_compute_workgroup_storage_size, 16 << 10),
             ("max_compute_workgroups_per_dimension", limits.max_compute_workgroups_per_dimension, 65_535),
         ] {
@@ -64,7 +67,7 @@ impl Capabilities {
             row_lanes: if one_subgroup { min } else { 64 },
             one_subgroup,
             gemm_lanes: if info.software { 16 } else { 64 },
-            along_depth: one_subgroup && !info.software && 4 * min <= limits.max_compute_invocations_per_workgroup,
+            along_depth: one_subgroup && !info.software && 4 * min <= MIN_INVOCATIONS,
             macs_per_submission: if info.software { 100_000_000 } else { 200_000_000_000 },
         })
     }
