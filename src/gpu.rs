@@ -224,6 +224,19 @@ impl Gpu {
         Self::build(adapter, device, queue, index, options.tier)
     }
 
+    /// The adapter at `index` of [`Gpu::list`], for a device of the caller's own. Blocks.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Device`] when there are not so many.
+    pub fn adapter(index: usize) -> Result<wgpu::Adapter> {
+        let mut all = pollster::block_on(adapters(&instance()));
+        if index >= all.len() {
+            let message = format!("device {index}: expected an index below {}, the number of devices", all.len());
+            return Err(Error::new(ErrorKind::Device, message));
+        }
+        Ok(all.swap_remove(index))
+    }
+
     /// What a device must be created with, so that [`Gpu::from_wgpu`] can use all that `adapter` offers.
     pub fn wanted(adapter: &wgpu::Adapter) -> (wgpu::Features, wgpu::Limits, wgpu::ExperimentalFeatures) {
         let offered = adapter.limits();

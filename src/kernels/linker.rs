@@ -193,6 +193,7 @@ pub fn pipeline(gpu: &Gpu, kernel: &'static Kernel, vars: Vars) -> Result<Arc<Pi
     if let Some(e) = pollster::block_on(scope.pop()) {
         return Err(Error::new(ErrorKind::Device, format!("shader `{label}`: {e}")));
     }
+    log::debug!("compiled {label} on {}, {} tier, {}", gpu.info().backend, gpu.tier(), gpu.info().name);
     let made = Arc::new(Pipeline { label, raw, layout, buffers: kernel.reads + kernel.writes });
     lock(gpu.pipelines()).insert(key, made.clone());
     Ok(made)

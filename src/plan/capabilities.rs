@@ -25,6 +25,9 @@ pub struct Capabilities {
     pub macs_per_submission: u64,
 }
 
+/// Largest binding that is used, also where a device would take more: shaders count elements in u32, DX12 counts bytes in
+/// 32 bits, and Metal is told sizes in 32 bits. No index into a binding under this overflows, whatever its elements.
+const MAX_BINDING_BYTES: u64 = (1 << 31) - 4;
 /// Invocations of a workgroup that every device must allow. No variant uses more, also where a device would.
 const MIN_INVOCATIONS: u32 = 256;
 
@@ -62,7 +65,10 @@ impl Capabilities {
         let one_subgroup = subgroup && min == max && (4..=128).contains(&min);
         Ok(Self {
             tier,
-            max_binding_bytes: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size),
+            max_binding_bytes: limits
+                .max_storage_buffer_binding_size
+                .min(limits.max_buffer_size)
+                .min(MAX_BINDING_BYTES),
             subgroup,
             row_lanes: if one_subgroup { min } else { 64 },
             one_subgroup,
