@@ -61,6 +61,15 @@ pub struct Pipeline {
     pub(crate) raw: wgpu::ComputePipeline,
     pub(crate) layout: wgpu::BindGroupLayout,
     pub(crate) buffers: usize,
+    kernel: &'static Kernel,
+    vars: Vars,
+}
+
+impl Pipeline {
+    /// Its WGSL, rendered again.
+    pub(crate) fn source(&self) -> Result<String> {
+        render(self.kernel, &self.vars)
+    }
 }
 
 macro_rules! sources {
@@ -194,7 +203,8 @@ pub fn pipeline(gpu: &Gpu, kernel: &'static Kernel, vars: Vars) -> Result<Arc<Pi
         return Err(Error::new(ErrorKind::Device, format!("shader `{label}`: {e}")));
     }
     log::debug!("compiled {label} on {}, {} tier, {}", gpu.info().backend, gpu.tier(), gpu.info().name);
-    let made = Arc::new(Pipeline { label, raw, layout, buffers: kernel.reads + kernel.writes });
+    let (buffers, vars) = (kernel.reads + kernel.writes, key.1.clone());
+    let made = Arc::new(Pipeline { label, raw, layout, buffers, kernel, vars });
     lock(gpu.pipelines()).insert(key, made.clone());
     Ok(made)
 }
