@@ -5,8 +5,9 @@ export NODEVICE_SELECT=1
 WORK=${WGMOE_PORTABILITY_DIR:-$PWD/target/portability}
 mkdir -p "$WORK"
 SHADERS=$WORK/shaders
-LLVMPIPE=/usr/share/vulkan/icd.d/lvp_icd.x86_64.json
-SWIFTSHADER=/usr/lib/chromium/vk_swiftshader_icd.json
+# Vulkan drivers in software.
+export LLVMPIPE=/usr/share/vulkan/icd.d/lvp_icd.x86_64.json
+export SWIFTSHADER=/usr/lib/chromium/vk_swiftshader_icd.json
 
 # Cargo, behind a command that waits for a turn where this machine is shared (PORTABILITY_TURN).
 read -ra cargo <<<"${PORTABILITY_TURN:-} cargo"
@@ -16,6 +17,14 @@ cannot() {
     echo "$*" >>"$WORK/$STEP.why"
     echo "cannot: $*"
     exit 3
+}
+
+# Ends the step with an error unless the command fails: a check that cannot fail shows nothing.
+must_fail() {
+    if "$@"; then
+        echo "expected to fail: $*"
+        exit 1
+    fi
 }
 
 # One line for the summary.

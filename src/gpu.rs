@@ -1,7 +1,7 @@
 //! The device: which adapters exist, what they can do, and the shared state of everything recorded on one of them.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use serde::Serialize;
 
@@ -114,6 +114,8 @@ struct Inner {
     info: GpuInfo,
     tier: Tier,
     capabilities: Capabilities,
+    /// Why the device was lost. Only a device of our own says so.
+    lost: Arc<OnceLock<String>>,
     pipelines: Mutex<HashMap<PipelineKey, Arc<Pipeline>>>,
     layouts: Mutex<HashMap<(usize, usize), wgpu::BindGroupLayout>>,
 }
@@ -221,7 +223,13 @@ impl Gpu {
             .map_err(|e| Error::new(ErrorKind::Device, format!("device `{}`: {e}", adapter.get_info().name)))?;
         // Only on a device of our own: a caller's device keeps the caller's handler.
         device.on_uncaptured_error(Arc::new(|e| log::error!("device: {e}")));
-        Self::build(adapter, device, queue, index, options.tier)
+        let lost = Arc::new(OnceLock::new());
+        let flag = lost.clone();
+        device.set_device_lost_callback(move |reason, message| {
+            // The first reason stays.
+            let _ = flag.set(format!("{reason:?}: {message}"));
+        });
+        Self::build(adapter, device, queue, index, options.tier, lost)
     }
 
     /// The adapter at `index` of [`Gpu::list`], for a device of the caller's own. Blocks.
@@ -262,7 +270,7 @@ impl Gpu {
         queue: wgpu::Queue,
         tier: Option<Tier>,
     ) -> Result<Self> {
-        Self::build(adapter, device, queue, 0, tier)
+        Self::build(adapter, device, queue, 0, tier, Arc::default())
     }
 
     fn build(
@@ -271,6 +279,7 @@ impl Gpu {
         queue: wgpu::Queue,
         index: usize,
         tier: Option<Tier>,
+        lost: Arc<OnceLock<String>>,
     ) -> Result<Self> {
         let mut info = describe(index, adapter);
         let limits = device.limits();
@@ -296,6 +305,7 @@ impl Gpu {
                 info,
                 tier,
                 capabilities,
+                lost,
                 pipelines: Mutex::default(),
                 layouts: Mutex::default(),
             }),
@@ -312,10 +322,24 @@ impl Gpu {
             info: self.info().clone(),
             tier: capabilities.tier,
             capabilities,
+            lost: self.inner.lost.clone(),
             pipelines: Mutex::default(),
             layouts: Mutex::default(),
         };
         Self { inner: Arc::new(inner) }
+    }
+
+    /// Fails once the device is known to be lost: by a reset of the driver, removal, or [`wgpu::Device::destroy`].
+    /// Nothing made on it can be used then; another [`Gpu`] can be opened. A caller's own device is only found out
+    /// when results are read.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Device`] with the reason.
+    pub fn check(&self) -> Result<()> {
+        match self.inner.lost.get() {
+            None => Ok(()),
+            Some(why) => Err(Error::new(ErrorKind::Device, format!("device `{}`: lost, {why}", self.info().name))),
+        }
     }
 
     /// The adapter behind this device.
@@ -354,8 +378,10 @@ impl Gpu {
     /// Makes an empty storage buffer of `bytes` (rounded up to 16).
     ///
     /// # Errors
-    /// [`ErrorKind::Limit`] above the device's buffer limit, [`ErrorKind::OutOfMemory`] when the device has none left.
+    /// [`ErrorKind::Limit`] above the device's buffer limit, [`ErrorKind::OutOfMemory`] when the device has none left,
+    /// [`ErrorKind::Device`] when it was lost.
     pub fn buffer(&self, label: &str, bytes: u64, extra: wgpu::BufferUsages) -> Result<wgpu::Buffer> {
+        self.check()?;
         let size = bytes.max(16).next_multiple_of(16);
         if size > self.inner.info.max_buffer_bytes {
             return Err(Error::new(

@@ -15,7 +15,7 @@ page() { NODE_FOLDER=$WORK/node node portability/browser/run.mjs "$WORK/web" "$@
 page "$WORK/web/page.png" >"$WORK/browser.txt"
 # A page that compares must find a wrong shader.
 sed -i 's/sum = sum + topk_weights/sum = sum - topk_weights/' "$WORK/web/layer.json"
-! page
+must_fail page
 
 device=$(sed -n 's/^# //p' "$WORK/browser.txt")
 grep -v '^#' "$WORK/browser.txt" | sort -u >"$WORK/browser-stages.txt"

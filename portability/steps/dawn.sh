@@ -18,5 +18,5 @@ for tier in baseline:NO_FEATURES subgroup:subgroups; do
     shown "$tier: $(tail -n 1 <<<"$said")"
 done
 # Without its `enable` line a shader with subgroups must be refused, and with it where the feature is missing.
-! check subgroups <(grep -v '^enable' "${files[0]}")
-! check NO_FEATURES "${files[0]}"
+must_fail check subgroups <(grep -v '^enable' "${files[0]}")
+must_fail check NO_FEATURES "${files[0]}"

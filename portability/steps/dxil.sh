@@ -17,7 +17,7 @@ groupshared float t[16384];
 RWByteAddressBuffer y : register(u0);
 [numthreads(64, 1, 1)] void main(uint i : SV_GroupIndex) { t[i * 256] = 1.0; GroupMemoryBarrierWithGroupSync(); y.Store(0, asuint(t[0])); }
 HLSL
-! "$dxc" "$library" "$WORK/too-large.hlsl"
+must_fail "$dxc" "$library" "$WORK/too-large.hlsl"
 
 "$dxc" "$library" "$SHADERS"/hlsl/*.hlsl | tee "$WORK/dxil.txt"
 mapfile -t numbers < <(find "$SHADERS/hlsl" -name '*.unchecked.hlsl' -printf '%f\n' | cut -d. -f1)

@@ -23,7 +23,7 @@ for ((i = 0; i < ${#files[@]}; i += 100)); do
 done
 # Vectors of different types do not mix in MSL, nor here.
 printf '#include <metal_stdlib>\nfloat4 f(metal::uint4 a, metal::float4 b) { return a + b; }\n' >"$WORK/wrong.cpp"
-! "${parse[@]}" "$WORK/wrong.cpp" 2>/dev/null
+must_fail "${parse[@]}" "$WORK/wrong.cpp" 2>/dev/null
 
 mapfile -t numbers < <(printf '%s\n' "${files[@]##*/}" | cut -d. -f1)
 evidence_for_variants metal 'parsed by clang against a stand-in header' "${numbers[@]}"

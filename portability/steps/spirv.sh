@@ -29,7 +29,7 @@ for file in "$SHADERS"/spv/*.spv; do
 done
 # A check that finds nothing wrong must be able to.
 printf 'broken' | cat "$SHADERS/spv/0000.checked.spv" - >"$WORK/broken.spv"
-! "$current/bin/spirv-val" "$WORK/broken.spv" 2>/dev/null
+must_fail "$current/bin/spirv-val" "$WORK/broken.spv" 2>/dev/null
 [ "$failed" = 0 ]
 evidence_for_variants vulkan 'spirv-val' "${passed[@]}"
 shown "${#passed[@]} files; $older of them also by the older spirv-val, because of $allowed"

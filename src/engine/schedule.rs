@@ -32,8 +32,9 @@ impl Engine {
     /// nothing to begin, or enough is on the way.
     ///
     /// # Errors
-    /// When the device refuses a shader or has no memory left; the engine should be dropped then.
+    /// When the device was lost, refuses a shader or has no memory left; the engine should be dropped then.
     pub fn begin_step(&mut self) -> Result<bool> {
+        self.gpu.check()?;
         if self.in_flight.len() >= DEPTH {
             return Ok(false);
         }

@@ -166,12 +166,14 @@ pub fn render(kernel: &Kernel, vars: &Vars) -> Result<String> {
 /// The compiled variant, from the cache or compiled now.
 ///
 /// # Errors
-/// [`ErrorKind::Device`] when the device refuses the shader.
+/// [`ErrorKind::Device`] when the device was lost or refuses the shader.
 pub fn pipeline(gpu: &Gpu, kernel: &'static Kernel, vars: Vars) -> Result<Arc<Pipeline>> {
     let key = (kernel.stem, vars);
     if let Some(found) = lock(gpu.pipelines()).get(&key) {
         return Ok(found.clone());
     }
+    // A lost device reports nothing: what it is asked for looks made.
+    gpu.check()?;
     let label = label(kernel, &key.1);
     let source = render(kernel, &key.1)?;
     let layout = bind_group_layout(gpu, kernel.reads, kernel.writes);
