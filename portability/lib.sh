@@ -45,7 +45,7 @@ packages() {
         as_root=(sudo -n)
     fi
     # Lists of packages are kept for the steps that follow.
-    [ -e "$WORK/apt-updated" ] || "${as_root[@]}" apt-get update -qq || cannot '`apt-get update` failed'
+    [ -e "$WORK/apt-updated" ] || "${as_root[@]}" apt-get update -qq || cannot 'apt-get update failed'
     touch "$WORK/apt-updated"
     "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" ||
         cannot "apt-get cannot install ${missing[*]}"
@@ -69,7 +69,7 @@ node_packages() {
 
 # The shaders that the step `translate` leaves.
 need_shaders() {
-    [ -s "$SHADERS/variants.tsv" ] || cannot 'the step `translate` has left no shaders'
+    [ -s "$SHADERS/variants.tsv" ] || cannot 'no shaders: the step translate comes first'
 }
 
 # evidence BACK_END TIER STAGE HOW: one cell of the table in docs/PORTABILITY.md.

@@ -44,7 +44,7 @@ for step in "${steps[@]}"; do
     fi
 done
 echo
-sed -n '/^not shown/,$p' portability/limits.txt
+cat portability/limits.md
 
 if [ $# = 0 ]; then
     python3 portability/report.py "$WORK" >docs/PORTABILITY.md

@@ -83,6 +83,11 @@ pub struct GpuInfo {
 }
 
 impl GpuInfo {
+    /// A DX12 device that would have more than the baseline tier if its shaders were compiled by DXC.
+    fn lacks_dxc(&self) -> bool {
+        self.backend == "dx12" && self.tiers == [Tier::Baseline]
+    }
+
     /// Whether `text` means this one of `n` devices: its index, else a part of its name in any case. A number that is no
     /// index can be part of a name, as in `4090`.
     pub fn matches(&self, text: &str, n: usize) -> bool {
@@ -179,6 +184,10 @@ fn describe(index: usize, adapter: &wgpu::Adapter) -> GpuInfo {
         software: info.device_type == wgpu::DeviceType::Cpu,
     }
 }
+
+/// What a DX12 device without subgroup operations may lack. FXC, which every Windows has, compiles for shader model 5.1
+/// and so the baseline tier alone.
+const DXC_HINT: &str = "if its driver is of this decade, put Microsoft's DXC (dxcompiler.dll, 1.8.2502 or newer) beside the program: without it DX12 has the baseline tier alone";
 
 const NO_DEVICE: &str = "no Vulkan, Metal or DX12 device found; on Debian `apt-get install mesa-vulkan-drivers libvulkan1` brings a software one";
 
@@ -292,10 +301,15 @@ impl Gpu {
         let tier = tier.unwrap_or(best);
         if !info.tiers.contains(&tier) {
             let offered: Vec<String> = info.tiers.iter().map(Tier::to_string).collect();
-            return Err(Error::new(
-                ErrorKind::Device,
-                format!("tier `{tier}`: not available on `{}`, which offers {}", info.name, offered.join(", ")),
-            ));
+            let mut message =
+                format!("tier `{tier}`: not available on `{}`, which offers {}", info.name, offered.join(", "));
+            if info.lacks_dxc() {
+                message = format!("{message}; {DXC_HINT}");
+            }
+            return Err(Error::new(ErrorKind::Device, message));
+        }
+        if info.lacks_dxc() {
+            log::warn!("device `{}`: {DXC_HINT}", info.name);
         }
         let capabilities = Capabilities::new(&info, &limits, adapter.get_downlevel_capabilities().flags, tier)?;
         Ok(Self {
@@ -310,6 +324,13 @@ impl Gpu {
                 layouts: Mutex::default(),
             }),
         })
+    }
+
+    /// The same device with submissions of at most `macs` multiply-accumulates, where a layer does not need more: fewer
+    /// than [`Capabilities::macs_per_submission`] for a slow GPU that also draws a desktop, whose driver resets it after
+    /// about two seconds of work in one submission.
+    pub fn with_macs_per_submission(&self, macs: u64) -> Self {
+        self.with_capabilities(Capabilities { macs_per_submission: macs.max(1), ..self.capabilities().clone() })
     }
 
     /// The same device and queue with other decisions, which it must be able to run: so that tests meet the variants
