@@ -28,7 +28,7 @@ class Shaders {
   async compile(label) {
     const wgsl = this.sources[label];
     // The native runtime's front end takes subgroups without this line, and browsers insist on it.
-    const code = wgsl.includes('subgroup') ? `enable subgroups;\n${wgsl}` : wgsl;
+    const code = /\bsubgroup[A-Z]|@builtin\(subgroup_/.test(wgsl) ? `enable subgroups;\n${wgsl}` : wgsl;
     const kinds = [...wgsl.matchAll(/@binding\((\d+)\) var<(uniform|storage, read_write|storage, read)>/g)];
     const types = { uniform: 'uniform', 'storage, read': 'read-only-storage', 'storage, read_write': 'storage' };
     const entries = kinds.map(([, binding, kind]) => ({

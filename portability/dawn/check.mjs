@@ -9,7 +9,9 @@ Object.assign(globalThis, globals);
 
 const [feature, ...files] = process.argv.slice(2);
 // Limits are those of WebGPU's defaults, since none are asked for.
-const adapter = await create(['backend=null']).requestAdapter();
+// `gpu` must outlive the device: Dawn ends the process otherwise.
+const gpu = create(['backend=null']);
+const adapter = await gpu.requestAdapter();
 const device = await adapter.requestDevice({ requiredFeatures: feature === 'NO_FEATURES' ? [] : [feature] });
 
 let failed = 0;

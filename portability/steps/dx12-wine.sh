@@ -21,7 +21,9 @@ gcc -O1 -fPIC -shared -o "$WORK/wine/libpass_on.so" portability/wine/pass_on.c
 sed "s,LIBRARY,$WORK/wine/libpass_on.so," portability/wine/pass_on.json >"$WORK/wine/vulkan/implicit_layer.d/pass_on.json"
 
 export WINEPREFIX=$WORK/wine/prefix WINEDEBUG=-all WINEDLLOVERRIDES=d3dcompiler_47=n
-wineboot -i
+# A desktop that Wine started without a display would have no graphics adapter, so let it end.
+xvfb-run -a wineboot -i
+wineserver -w
 export XDG_DATA_HOME=$WORK/wine VK_ICD_FILENAMES=$SWIFTSHADER
 export WGPU_BACKEND=dx12 WGPU_DX12_COMPILER=fxc
 # Debian's Rust, whose package brings the source of the standard library for a target that rustup has not installed.

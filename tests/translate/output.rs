@@ -45,7 +45,7 @@ impl Folder {
         if variant.tiers[0] >= Tier::Matrix {
             return;
         }
-        let enable = if source.contains("subgroup") { "enable subgroups;\n" } else { "" };
+        let enable = if variant.tiers[0] >= Tier::Subgroup { "enable subgroups;\n" } else { "" };
         let folder = self.path.join("wgsl");
         std::fs::create_dir_all(&folder).unwrap();
         std::fs::write(folder.join(format!("{:04}.wgsl", self.number(variant))), format!("{enable}{source}")).unwrap();
