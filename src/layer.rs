@@ -24,15 +24,17 @@ pub struct MoeLayer {
     pub shape: MoeShape,
     /// E_l: experts this rank holds.
     pub experts: usize,
-    /// i32 `[E]` global id to local id or -1; `None` when this rank holds all experts in order.
-    pub local_table: Option<View>,
+    /// F_l: columns of each that this rank holds, padded with zero weights to a multiple of 8; F where it holds all.
+    pub width: usize,
+    /// [`Owner`](crate::placement::Owner) `[E]`; `None` when this rank alone holds all experts in order.
+    pub owners: Option<View>,
     /// Router, one matrix `[E, D]`.
     pub router: Weights,
     /// Selection rule.
     pub options: RouteOptions,
-    /// gate rows, then up rows of each expert (interleaved for the clamped swiglu): `[E_l, 2F, D]`.
+    /// gate rows, then up rows of each expert (interleaved for the clamped swiglu): `[E_l, 2F_l, D]`.
     pub gate_up: Weights,
-    /// `[E_l, D, F]`.
+    /// `[E_l, D, F_l]`.
     pub down: Weights,
     /// Between the two.
     pub activation: Activation,
@@ -134,7 +136,8 @@ pub struct MoeTensors<'a> {
 }
 
 impl MoeLayer {
-    /// Records the layer into the caller's pass. Nothing is submitted.
+    /// Records the layer into the caller's pass. Nothing is submitted. A rank without experts or columns routes, so that the
+    /// status is the same on all ranks, and adds nothing.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] for experts without a gate; when the device refuses a shader or has no room for scratch.
@@ -142,7 +145,8 @@ impl MoeLayer {
         if self.activation == Activation::ReluSquared {
             return Err(Error::new(ErrorKind::Unsupported, "layer: experts without a gate are not implemented"));
         }
-        let MoeShape { experts: e, top_k: a, hidden: d, expert_width: f } = self.shape;
+        let MoeShape { experts: e, top_k: a, hidden: d, .. } = self.shape;
+        let f = self.width;
         let caps = rec.gpu().capabilities().clone();
         let pairs = t.tokens * a;
 
@@ -178,14 +182,39 @@ impl MoeLayer {
             status: t.status,
         }
         .record(rec, pass)?;
+        if self.experts == 0 || f == 0 {
+            if t.accumulate {
+                return Ok(());
+            }
+            // A sum over no pair: nothing of y, weights and ids is read.
+            let nothing = Combine {
+                tokens: t.tokens,
+                top_k: 0,
+                hidden: d,
+                y: &logits,
+                topk_weights: &topk_weights,
+                ids: &topk_ids,
+                out: t.out,
+                accumulate: false,
+            };
+            return nothing.record(rec, pass);
+        }
 
         // This rank's ids.
-        let ids = match &self.local_table {
+        let ids = match &self.owners {
             None => topk_ids,
-            Some(table) => {
+            Some(owners) => {
                 let local_ids = rec.scratch("local_ids", (pairs * 4) as u64)?;
-                Localise { pairs, valid_pairs: pairs, experts: e, topk_ids: &topk_ids, table, local_ids: &local_ids }
-                    .record(rec, pass)?;
+                Localise {
+                    pairs,
+                    valid_pairs: pairs,
+                    experts: e,
+                    top_k: a,
+                    topk_ids: &topk_ids,
+                    owners,
+                    local_ids: &local_ids,
+                }
+                .record(rec, pass)?;
                 local_ids
             }
         };

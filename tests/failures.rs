@@ -9,7 +9,7 @@ use std::path::Path;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::expert_gemm::{self, EXPERT_GEMM};
 use wgmoe::kernels::linker::{Var, pipeline};
-use wgmoe::{Checkpoint, Engine, EngineOptions, ErrorKind, Event, Gpu, GpuOptions, Model, Request};
+use wgmoe::{Checkpoint, Engine, EngineOptions, ErrorKind, Event, Gpu, GpuOptions, LoadOptions, Model, Request};
 
 /// A device of the test's own, since others must not lose theirs.
 fn open() -> Gpu {
@@ -19,7 +19,7 @@ fn open() -> Gpu {
 
 fn engine(gpu: &Gpu) -> Engine {
     let checkpoint = Checkpoint::open(Path::new("examples/demo/base")).unwrap();
-    let model = Model::load(gpu, &checkpoint, &mut |_, _| {}).unwrap();
+    let (model, _) = Model::load(gpu, &checkpoint, &LoadOptions::default(), &mut |_, _| {}).unwrap();
     Engine::new(gpu, model, EngineOptions::default()).unwrap()
 }
 

@@ -50,7 +50,7 @@ fn partial(checkpoint: &Checkpoint, rule: &PlacementRule, topology: Topology, x:
         shape: MoeShape { expert_width: width, ..config.moe },
         options: RouteOptions { renormalise: config.norm_topk_prob, ..RouteOptions::default() },
         activation: Activation::Silu,
-        table: placement.local_table(),
+        owners: placement.owners(),
         router: &router,
         router_bias: None,
         gate_up: &gate_up,

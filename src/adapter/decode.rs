@@ -63,7 +63,7 @@ impl Decoder<'_> {
         let (rank, scale) = self.rank_and_scale(name)?;
         let a = self.matrix(&pair.a, [rank, *inn])?;
         let b = self.matrix(&pair.b, [*out, rank])?;
-        Ok(Factor { layer, site, expert, rank, scale, a: Arc::new(a), b: Arc::new(b) })
+        Ok(Factor { layer, site, expert, rank, scale, a: Arc::new(a), b: Arc::new(b), bias: None })
     }
 
     /// Which parameter of `mlp.experts` a pair belongs to. The names of the tensors do not say; PEFT wraps the parameters
@@ -138,7 +138,7 @@ impl Decoder<'_> {
             let (a, b) = layout::expert_factors(&a, &b, expert, rank, orientation, columns);
             let a = Arc::new(a);
             let mut push = |site, b| {
-                factors.push(Factor { layer, site, expert, rank, scale, a: a.clone(), b: Arc::new(b) });
+                factors.push(Factor { layer, site, expert, rank, scale, a: a.clone(), b: Arc::new(b), bias: None });
             };
             match parameter {
                 Fused::GateUp => {

@@ -5,8 +5,12 @@ mod decode;
 mod layout;
 mod names;
 mod packed;
-mod free_list;
 pub mod sites;
+mod image;
+mod check;
+mod free_list;
+mod room;
+mod store;
 pub mod pool;
 
 use std::path::{Path, PathBuf};
@@ -19,6 +23,7 @@ use crate::checkpoint::file::WeightFile;
 use crate::checkpoint::untrusted::shown;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
+use crate::placement::ExpertShare;
 
 /// A place in the model that an adapter can change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -46,6 +51,18 @@ pub enum Site {
     ExpertUp,
     /// Down projection of one routed expert, `[D, F]`.
     ExpertDown,
+    /// Gate projection of the shared expert.
+    SharedGate,
+    /// Up projection of the shared expert.
+    SharedUp,
+    /// Down projection of the shared expert.
+    SharedDown,
+    /// What weighs the shared expert, `[1, D]`.
+    SharedRouter,
+    /// Token embedding, as the matrix `[D, vocab]` that takes one-hot tokens. Outside the layers: `layer` is their number.
+    Embedding,
+    /// LM head, `[vocab, D]`. Outside the layers: `layer` is their number.
+    LmHead,
 }
 
 /// A dense row-major matrix as stored in the file.
@@ -78,6 +95,8 @@ pub struct Factor {
     pub a: Arc<Matrix>,
     /// `[out, R]`.
     pub b: Arc<Matrix>,
+    /// `[out, 1]`, added to B·(A·x) before the scale (`lora_bias`).
+    pub bias: Option<Arc<Matrix>>,
 }
 
 /// An adapter in canonical form, checked against one model.
@@ -89,6 +108,9 @@ pub struct Adapter {
     pub factors: Vec<Factor>,
     /// Bytes of tensor data read from the file.
     pub bytes_read: u64,
+    /// The part of the experts that was read: factors of other experts are left out, and those of these experts are cut
+    /// to its columns (rows of B for gate and up, columns of A for down). `None`: everything.
+    pub share: Option<ExpertShare>,
 }
 
 impl Adapter {
@@ -125,7 +147,21 @@ impl Adapter {
             );
             return Err(Error::new(ErrorKind::Adapter, message));
         }
-        Ok(Self { path: dir.to_owned(), factors, bytes_read: file.bytes_read() })
+        Ok(Self { path: dir.to_owned(), factors, bytes_read: file.bytes_read(), share: None })
+    }
+
+    /// The factors of one layer.
+    pub(crate) fn of_layer(&self, layer: usize) -> &[Factor] {
+        let begin = self.factors.partition_point(|f| f.layer < layer);
+        let end = self.factors.partition_point(|f| f.layer <= layer);
+        &self.factors[begin..end]
+    }
+}
+
+impl Site {
+    /// True for the projections of routed experts, of which ranks hold parts.
+    pub(crate) const fn of_expert(self) -> bool {
+        matches!(self, Self::ExpertGate | Self::ExpertUp | Self::ExpertDown)
     }
 }
 

@@ -52,6 +52,7 @@ impl Decoder<'_> {
                 scale,
                 a: a.of(expert).clone(),
                 b: b.of(expert).clone(),
+                bias: None,
             }));
         };
         match part {

@@ -1,17 +1,21 @@
 //! Model folders on disk: names, types, shapes and byte ranges, validated once, never copied.
 
+pub mod block;
 pub mod config;
+mod experts;
 pub(crate) mod file;
 pub(crate) mod header;
 pub mod index;
 mod pickle;
 pub mod safetensors;
+mod source;
 pub mod torch;
 pub(crate) mod untrusted;
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
+pub use block::Block;
 pub use config::{MlpKind, ModelConfig};
 pub use index::Shards;
 pub use safetensors::{SafetensorsFile, TensorHeader, TensorView};
@@ -32,19 +36,6 @@ pub struct Checkpoint {
     dir: PathBuf,
     config: ModelConfig,
     shards: Shards,
-}
-
-/// One projection of one expert, row-major, as stored.
-#[derive(Debug, Clone, Copy)]
-pub struct ExpertSlice<'a> {
-    /// Storage type: f32, f16 or bf16.
-    pub dtype: DType,
-    /// Outputs: F for gate and up, D for down.
-    pub rows: usize,
-    /// Inputs: D for gate and up, F for down.
-    pub cols: usize,
-    /// `rows · cols` elements, little-endian.
-    pub bytes: &'a [u8],
 }
 
 impl Checkpoint {
@@ -97,53 +88,6 @@ impl Checkpoint {
     /// Bytes of tensor data handed out so far.
     pub fn bytes_read(&self) -> u64 {
         self.shards.bytes_read()
-    }
-
-    /// One projection of one expert, wherever the file keeps it: in a tensor of its own or fused with all the others.
-    /// Only its own bytes count as read.
-    ///
-    /// Errors: `Tensor` when the model has no such layer or expert.
-    pub fn expert_rows(&self, layer: usize, expert: usize, part: ExpertPart) -> Result<ExpertSlice<'_>> {
-        let (view, skip) = self.expert_tensor(layer, expert, part)?;
-        let [rows, cols] = self.expert_shape(part);
-        // The shape was checked on opening, so these products fit.
-        let n_bytes = rows * cols * view.dtype.size();
-        let begin = skip * cols * view.dtype.size();
-        Ok(ExpertSlice { dtype: view.dtype, rows, cols, bytes: view.bytes(begin..begin + n_bytes)? })
-    }
-
-    /// The storage type of one projection of one expert, without reading it; errors as [`expert_rows`](Self::expert_rows).
-    pub fn expert_dtype(&self, layer: usize, expert: usize, part: ExpertPart) -> Result<DType> {
-        Ok(self.expert_tensor(layer, expert, part)?.0.dtype)
-    }
-
-    /// `[out, in]` of one projection of an expert.
-    fn expert_shape(&self, part: ExpertPart) -> [usize; 2] {
-        let (d, f) = (self.config.hidden, self.config.moe.expert_width);
-        match part {
-            ExpertPart::Gate | ExpertPart::Up => [f, d],
-            ExpertPart::Down => [d, f],
-        }
-    }
-
-    /// The tensor that holds one projection of one expert, and how many rows precede it there.
-    fn expert_tensor(&self, layer: usize, expert: usize, part: ExpertPart) -> Result<(TensorView<'_>, usize)> {
-        let single = part.role(layer, expert);
-        if self.config.family.shape(single, &self.config).is_none() {
-            let message = format!("`{}`: no expert {expert} in layer {layer}", self.dir.display());
-            return Err(Error::new(ErrorKind::Tensor, message));
-        }
-        let (f, d) = (self.config.moe.expert_width, self.config.hidden);
-        let skip = match part {
-            ExpertPart::Gate => expert * 2 * f,
-            ExpertPart::Up => expert * 2 * f + f,
-            ExpertPart::Down => expert * d,
-        };
-        let fused = part.fused_role(layer);
-        if self.has(fused) {
-            return Ok((self.role(fused)?, skip));
-        }
-        Ok((self.role(single)?, 0))
     }
 
     fn has(&self, role: Role) -> bool {

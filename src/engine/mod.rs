@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use crate::adapter::Adapter;
-use crate::adapter::pool::AdapterPool;
+use crate::adapter::pool::{AdapterPool, PoolOptions};
 use crate::checkpoint::{MlpKind, ModelConfig};
 use crate::error::{Error, ErrorKind, Result};
 use crate::gpu::Gpu;
@@ -90,9 +90,10 @@ impl Engine {
             .sites(options.adapter_slots)
             .into_iter()
             .zip(&config.layers)
-            .map(|(sites, kind)| (sites, (*kind == MlpKind::Experts).then(|| model.placement.clone())))
+            .map(|(sites, kind)| (sites, (*kind == MlpKind::Experts).then(|| model.share.clone())))
             .collect();
-        let pool = AdapterPool::new(gpu, layers, options.adapter_slots)?;
+        let (slots, budget) = (options.adapter_slots, options.adapter_memory);
+        let pool = AdapterPool::with_options(gpu, PoolOptions { layers, slots, budget })?;
         let free_rows = (0..options.max_sequences as u32).rev().collect();
         Ok(Self {
             gpu: gpu.clone(),
@@ -142,8 +143,8 @@ impl Engine {
     /// is taken passes to the new adapter; sequences already submitted keep the old one.
     ///
     /// # Errors
-    /// [`ErrorKind::Limit`] when the engine has no adapter slots, [`ErrorKind::Adapter`] when it was made for another
-    /// model.
+    /// [`ErrorKind::Limit`] when the engine has no adapter slots, or the adapter exceeds the adapter memory or a binding of
+    /// the device; [`ErrorKind::Adapter`] when it was made for another model, or cut for another rank.
     pub fn load_adapter(&mut self, name: &str, adapter: &Adapter) -> Result<AdapterId> {
         if self.options.adapter_slots == 0 {
             return Err(Error::new(
@@ -186,7 +187,7 @@ impl Engine {
         let used = self.sequences.values().any(|s| s.request.adapter == Some(id));
         if !named && !used {
             self.adapters.remove(&id);
-            self.pool.forget(id);
+            self.pool.unload(id);
         }
     }
 

@@ -97,11 +97,7 @@ impl Commands {
 impl Model {
     /// The adapter sites of every layer for `slots` slots.
     pub(crate) fn sites(&self, slots: usize) -> Vec<LayerSites> {
-        self.config
-            .layers
-            .iter()
-            .map(|kind| LayerSites::new(&self.config, *kind, self.placement.owned().len(), slots))
-            .collect()
+        self.config.layers.iter().map(|kind| LayerSites::new(&self.config, *kind, &self.share, slots)).collect()
     }
 
     /// Multiply-accumulates of one layer for one row, adapters not counted.

@@ -223,7 +223,7 @@ impl Rank<'_> {
             return Ok(Span::whole(header.n_bytes));
         }
         let owned = match tensor.expert {
-            Some(expert) if self.placement.local_table()[expert] < 0 => return Ok(Vec::new()),
+            Some(expert) if self.placement.local(expert).is_none() => return Ok(Vec::new()),
             // A tensor of its own is a stack of one.
             Some(_) => std::iter::once(0..1).collect(),
             None if header.shape.first() != Some(&experts) => {

@@ -7,7 +7,7 @@ use crate::checkpoint::{Checkpoint, MlpKind};
 use crate::error::Result;
 use crate::family::class::Group;
 use crate::family::{ExpertPart, Role};
-use crate::placement::{PlacementRule, Topology};
+use crate::placement::{ExpertShare, PlacementRule, Topology};
 
 /// Elements that the kernels read at a time: rows on the device are padded with zeros to a multiple.
 const ELEMENTS: usize = 8;
@@ -54,8 +54,8 @@ pub fn by_group(stacks: &[Stack]) -> BTreeMap<Group, u64> {
 /// Errors: those of the rule and of the checkpoint.
 pub fn stacks(checkpoint: &Checkpoint, rule: &PlacementRule, topology: Topology) -> Result<Vec<Stack>> {
     let config = checkpoint.config();
-    let owned = rule.place(config.moe.experts, topology)?.owned();
-    let width = topology.width_range(config.moe.expert_width).len();
+    let share = ExpertShare::new(rule, topology, config.moe.experts, config.moe.expert_width)?;
+    let (owned, width) = (share.placement().owned(), share.padded_width());
     let (d, q) = (config.hidden, config.heads * config.head_dim);
     let kv = config.kv_heads * config.head_dim;
     let mut stacks = Vec::new();

@@ -79,7 +79,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         serde_json::from_reader(BufReader::new(File::open(&path).with_context(place)?)).with_context(place)?;
     let adapters: Vec<_> = reference.exact_match.keys().filter(|name| *name != "base").cloned().collect();
     let loras = adapters.iter().map(|name| (name.clone(), options.dir.join("adapters").join(name))).collect();
-    let files = ModelFiles { model: options.dir.join("base"), loras }.open()?;
+    let files = ModelFiles { model: options.dir.join("base"), loras, adapter_memory: None }.open()?;
     let tiers: Vec<Option<Tier>> = if options.all_tiers {
         options.device.open()?.info().tiers.iter().copied().map(Some).collect()
     } else {

@@ -14,7 +14,7 @@ use wgmoe::gpu::Gpu;
 use wgmoe::placement::{PlacementRule, Topology};
 use wgmoe::plan::read::ScalePolicy;
 
-use crate::{Device, Format, usage};
+use crate::{Device, Format, size, usage};
 
 /// Binding limit where there is no device: what every WebGPU device has.
 const DEFAULT_BINDING_BYTES: u64 = 128 << 20;
@@ -78,21 +78,6 @@ pub struct Options {
 enum Scales {
     Owned,
     All,
-}
-
-/// A number of bytes, with or without a unit.
-fn size(text: &str) -> Result<u64, String> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let shift = match &text[digits.len()..] {
-        "" | "B" => 0,
-        "KiB" => 10,
-        "MiB" => 20,
-        "GiB" => 30,
-        "TiB" => 40,
-        _ => return Err("expected bytes, or a number with KiB, MiB, GiB or TiB".into()),
-    };
-    let n: u64 = digits.trim().parse().map_err(|_| "expected a whole number, such as 128MiB")?;
-    n.checked_mul(1 << shift).filter(|&n| n > 0).ok_or_else(|| "out of range".into())
 }
 
 pub fn run(options: &Options) -> anyhow::Result<()> {

@@ -12,11 +12,11 @@ use wgmoe::adapter::Adapter;
 use wgmoe::checkpoint::{Checkpoint, ModelConfig};
 use wgmoe::engine::{AdapterId, Engine, EngineOptions, Event, FinishReason, Request, Sampling, SequenceId};
 use wgmoe::gpu::Gpu;
-use wgmoe::model::Model;
+use wgmoe::model::{LoadOptions, Model};
 use wgmoe::text::{ChatTemplate, Tokenizer};
 
 use crate::requests::Prompt;
-use crate::usage;
+use crate::{size, usage};
 
 /// Sequences that decode together; more requests wait their turn.
 const MAX_SEQUENCES: usize = 128;
@@ -31,6 +31,9 @@ pub struct ModelFiles {
     /// Adapter folder to load under a name; give it several times for several adapters
     #[arg(long = "lora", value_name = "NAME=DIR", value_parser = named_dir)]
     pub loras: Vec<(String, PathBuf)>,
+    /// Device memory for adapters, such as 512MiB: more of them take turns [default: as much as they need]
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub adapter_memory: Option<u64>,
 }
 
 fn named_dir(text: &str) -> Result<(String, PathBuf), String> {
@@ -67,7 +70,7 @@ impl ModelFiles {
             anyhow::Ok((name.clone(), adapter))
         };
         let adapters = self.loras.iter().map(open).collect::<Result<_, _>>()?;
-        Ok(Files { checkpoint, tokenizer, template: OnceCell::new(), adapters })
+        Ok(Files { checkpoint, tokenizer, template: OnceCell::new(), adapters, adapter_memory: self.adapter_memory })
     }
 }
 
@@ -77,6 +80,7 @@ pub struct Files {
     tokenizer: Option<Tokenizer>,
     template: OnceCell<ChatTemplate>,
     adapters: Vec<(String, Adapter)>,
+    adapter_memory: Option<u64>,
 }
 
 impl Files {
@@ -146,17 +150,18 @@ impl Files {
     /// Loads model and adapters onto `gpu` and makes room for `jobs`.
     pub fn start(&self, gpu: Gpu, jobs: &[Job]) -> anyhow::Result<Session<'_>> {
         let bar = ProgressBar::new(0).with_style(style("loading {bar:30} {binary_bytes}/{binary_total_bytes} {eta}"));
-        let model = Model::load(&gpu, &self.checkpoint, &mut |done, total| {
+        let (model, streamed) = Model::load(&gpu, &self.checkpoint, &LoadOptions::default(), &mut |done, total| {
             bar.set_length(total);
             bar.set_position(done);
         })?;
         bar.finish_and_clear();
         let read: u64 = self.adapters.iter().map(|(_, adapter)| adapter.bytes_read).sum();
-        let bytes_loaded = model.bytes_loaded() + read;
+        let bytes_loaded = streamed.bytes_read + read;
         let options = EngineOptions {
             max_sequences: jobs.len().clamp(1, MAX_SEQUENCES),
             max_context: jobs.iter().map(|job| job.ids.len() + job.max_tokens).max().unwrap_or(1),
             adapter_slots: self.adapters.len().max(1),
+            adapter_memory: self.adapter_memory,
             ..EngineOptions::default()
         };
         let mut engine = Engine::new(&gpu, model, options)?;
