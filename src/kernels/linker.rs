@@ -178,7 +178,9 @@ pub fn pipeline(gpu: &Gpu, kernel: &'static Kernel, vars: Vars) -> Result<Arc<Pi
     let source = render(kernel, &key.1)?;
     let layout = bind_group_layout(gpu, kernel.reads, kernel.writes);
     let device = gpu.device();
-    let scope = device.push_error_scope(wgpu::ErrorFilter::Validation);
+    // What wgpu refuses, and what the driver's own compiler refuses.
+    let refused = device.push_error_scope(wgpu::ErrorFilter::Validation);
+    let not_compiled = device.push_error_scope(wgpu::ErrorFilter::Internal);
     let desc = wgpu::ShaderModuleDescriptor { label: Some(&label), source: wgpu::ShaderSource::Wgsl(source.into()) };
     // SAFETY: every loop of our shaders ends, and every index is bounded by `params`, or by ids that the align and remap
     // stages have clamped; `Recording::dispatch` is given views of the sizes that each stage's fields state. A caller's
@@ -201,7 +203,9 @@ pub fn pipeline(gpu: &Gpu, kernel: &'static Kernel, vars: Vars) -> Result<Arc<Pi
         },
         cache: None,
     });
-    if let Some(e) = pollster::block_on(scope.pop()) {
+    let not_compiled = pollster::block_on(not_compiled.pop());
+    let refused = pollster::block_on(refused.pop());
+    if let Some(e) = not_compiled.or(refused) {
         return Err(Error::new(ErrorKind::Device, format!("shader `{label}`: {e}")));
     }
     log::debug!("compiled {label} on {}, {} tier, {}", gpu.info().backend, gpu.tier(), gpu.info().name);
