@@ -4,26 +4,19 @@
 # model 5.1 and so the baseline tier alone, and nothing of DXIL.
 set -euo pipefail
 source portability/lib.sh
+source portability/wine.sh
 
-packages wine64 wine xvfb xauth gcc gcc-mingw-w64-x86-64-win32 libvulkan-dev chromium rust-web-src rustc-web cargo-web
-# The npm package of Dawn brings FXC for its own DX12 back end.
-node_packages webgpu@0.6.2
-fxc=$WORK/node/node_modules/webgpu/dist/win32-x64/d3dcompiler_47.dll
-[ -e "$fxc" ] || cannot 'the npm package webgpu brings no d3dcompiler_47.dll'
+packages gcc libvulkan-dev chromium rust-web-src rustc-web cargo-web
 target=x86_64-pc-windows-gnu
 programs=$WORK/windows/$target/debug/deps
 mapfile -t tests < <(kernel_tests | tr ' ' '\n')
 
 mkdir -p "$programs" "$WORK/wine/vulkan/implicit_layer.d"
-cp "$fxc" "$programs"
+cp "$FXC" "$programs"
 x86_64-w64-mingw32-gcc -shared -o "$programs/bcryptprimitives.dll" portability/wine/bcryptprimitives.c -ladvapi32
 gcc -O1 -fPIC -shared -o "$WORK/wine/libpass_on.so" portability/wine/pass_on.c
 sed "s,LIBRARY,$WORK/wine/libpass_on.so," portability/wine/pass_on.json >"$WORK/wine/vulkan/implicit_layer.d/pass_on.json"
 
-export WINEPREFIX=$WORK/wine/prefix WINEDEBUG=-all WINEDLLOVERRIDES=d3dcompiler_47=n
-# A desktop that Wine started without a display would have no graphics adapter, so let it end.
-xvfb-run -a wineboot -i
-wineserver -w
 export XDG_DATA_HOME=$WORK/wine VK_ICD_FILENAMES=$SWIFTSHADER
 export WGPU_BACKEND=dx12 WGPU_DX12_COMPILER=fxc
 # Debian's Rust, whose package brings the source of the standard library for a target that rustup has not installed.
