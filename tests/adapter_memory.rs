@@ -61,6 +61,8 @@ const fn id(n: u64) -> AdapterId {
     AdapterId::new(n)
 }
 
+type Case<'a> = (&'a str, &'a Gpu, Option<u64>, Option<usize>, bool, &'a Adapter, ErrorKind, Vec<&'a str>);
+
 #[test]
 fn a_failed_load_leaves_everything_as_it_was() {
     for gpu in device::every_tier() {
@@ -74,7 +76,7 @@ fn a_failed_load_leaves_everything_as_it_was() {
         let (needed, bound) = (format!("{size_large} bytes needed"), format!("budget is {budget}"));
         let pinned = format!("{} bytes needed, where {size_b} are pinned and the budget is {}", size_a, size_b + 16);
         let half = (size_large / 2).to_string();
-        let cases: [(&str, &Gpu, Option<u64>, Option<usize>, bool, &Adapter, ErrorKind, Vec<&str>); 5] = [
+        let cases: [Case<'_>; 5] = [
             ("budget", &gpu, Some(budget), None, false, &large, ErrorKind::Limit, vec![&needed, &bound]),
             ("binding", &narrow, None, None, false, &large, ErrorKind::Limit, vec![&half, "layer 0", "binding limit"]),
             ("no memory at all", &gpu, None, Some(0), false, &large, ErrorKind::OutOfMemory, vec!["memory"]),

@@ -105,7 +105,7 @@ const UNEVEN: MoeShape = MoeShape { experts: 5, top_k: 2, hidden: 24, expert_wid
 
 /// Expert e lives in group e mod `ep`, and every third one in the next group as well.
 fn replicas(experts: usize, ep: usize) -> PlacementRule {
-    let owners = |e: usize| if e % 3 == 0 && ep > 1 { vec![e % ep, (e + 1) % ep] } else { vec![e % ep] };
+    let owners = |e: usize| if e.is_multiple_of(3) && ep > 1 { vec![e % ep, (e + 1) % ep] } else { vec![e % ep] };
     PlacementRule::Table((0..experts).map(owners).collect())
 }
 

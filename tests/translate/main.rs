@@ -20,6 +20,9 @@ use wgmoe::Tier;
 use wgmoe::kernels::linker::{label, render};
 use wgmoe::kernels::variants::{Variant, all};
 
+/// The text or words of a module; `checked`: as wgpu has them written in debug builds, else as in release builds.
+type Translate = fn(&Module, &ModuleInfo, Tier, checked: bool) -> Result<Vec<u8>, String>;
+
 /// One language that drivers are given.
 struct BackEnd {
     name: &'static str,
@@ -27,8 +30,7 @@ struct BackEnd {
     ending: &'static str,
     /// What naga can write in it.
     supported: fn() -> Capabilities,
-    /// Translates; with `checked`, as wgpu does in debug builds, else as in release builds.
-    translate: fn(&Module, &ModuleInfo, Tier, bool) -> Result<Vec<u8>, String>,
+    translate: Translate,
     /// What naga lets through and a driver would not take.
     lint: fn(&Module, Tier, &[u8]) -> Result<(), String>,
 }
