@@ -122,6 +122,8 @@ fn open(known: &Known) -> Gpu {
 fn decided(known: &Known) -> String {
     let gpu = open(known);
     let caps = gpu.capabilities();
+    // Whatever a device would bind: indices and byte offsets stay within 32 bits, and signed ones too.
+    assert!(caps.max_binding_bytes < 1 << 31, "{}", known.name);
     let rows = format!("{}{}", caps.row_lanes, if caps.one_subgroup { " one" } else { "" });
     // Mixtral 8x7B: [8, 2 · 14336, 4096] in bf16.
     let pieces = cut(8, 28_672, 8192, caps.max_binding_bytes).unwrap().len();
