@@ -30,6 +30,9 @@ pub struct Uploader<'a> {
     n_bytes: u64,
 }
 
+/// Takes the number of a buffer, an offset in it and bytes.
+pub type Sink<'a> = dyn FnMut(usize, u64, &[u8]) -> Result<()> + 'a;
+
 impl<'a> Uploader<'a> {
     /// Uploads to `gpu`.
     pub fn new(gpu: &Gpu) -> Self {
@@ -136,7 +139,7 @@ impl<'a> Uploader<'a> {
         self,
         options: &StreamOptions<'_>,
         progress: &mut dyn FnMut(u64, u64),
-        sink: &mut dyn FnMut(usize, u64, &[u8]) -> Result<()>,
+        sink: &mut Sink<'_>,
     ) -> Result<Streamed> {
         let mut done = 0;
         progress(0, self.n_bytes);

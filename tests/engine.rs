@@ -400,3 +400,14 @@ fn an_adapter_opened_for_another_model_is_refused() {
         assert!(engine.adapter("stranger").is_none());
     }
 }
+
+#[test]
+fn a_layer_a_submission_gives_the_same_answer() {
+    for gpu in device::every_tier() {
+        let mut engine = with_adapters(&gpu.with_macs_per_submission(1), EngineOptions::default());
+        let sent = engine.submit(greedy(&engine, Some("mirror"), "minus one")).unwrap();
+        let mut outcome = Outcome::default();
+        drain(&mut engine, &mut outcome);
+        assert_eq!(text(&outcome.tokens[&sent]), "eno sunim.", "{}", gpu.tier());
+    }
+}

@@ -7,7 +7,7 @@ use common::{Rng, TOL_F32, rel_err};
 use files::layouts::{D, E, F, Layout, R, layouts, rules, share};
 use files::{TINY, data, encode, folder};
 use wgmoe::activation::Activation;
-use wgmoe::adapter::Site;
+use wgmoe::adapter::{Matrix, Site};
 use wgmoe::checkpoint::ExpertPart;
 use wgmoe::family::{Family, Role};
 use wgmoe::placement::{ExpertShare, PlacementRule, Topology};

@@ -15,6 +15,7 @@ use wgmoe::kernels::{
     sample,
 };
 use wgmoe::plan::capabilities::Capabilities;
+use wgmoe::plan::classes::classes;
 
 /// A host struct: WGSL name, (field, offset), size.
 type Layout = (&'static str, &'static [(&'static str, usize)], usize);
@@ -42,27 +43,6 @@ fn params_of(stem: &str) -> Layout {
         "sample" => layout::<sample::SampleParams>(),
         _ => panic!("shader `{stem}` has no parameter struct here"),
     }
-}
-
-/// Devices of each kind: baseline, then subgroups of 4, 8 and 32, then subgroups of no fixed size; software and not.
-fn devices() -> Vec<Capabilities> {
-    let mut all = Vec::new();
-    for gemm_lanes in [16, 64] {
-        let kinds = [(false, None), (true, Some(4)), (true, Some(8)), (true, Some(32)), (true, None)];
-        for (subgroup, fixed) in kinds {
-            all.push(Capabilities {
-                tier: if subgroup { Tier::Subgroup } else { Tier::Baseline },
-                max_binding_bytes: 128 << 20,
-                subgroup,
-                row_lanes: fixed.unwrap_or(64),
-                one_subgroup: fixed.is_some(),
-                gemm_lanes,
-                along_depth: fixed.is_some() && gemm_lanes == 64,
-                macs_per_submission: 1 << 30,
-            });
-        }
-    }
-    all
 }
 
 /// What a backend grants the shaders of a tier; no cooperative matrices, no f16 type, no 64-bit integers.
@@ -152,7 +132,7 @@ fn check(kernel: &'static Kernel, vars: &Vars, caps: &Capabilities) -> Result<()
 fn every_variant_validates_and_agrees_with_its_host_file() {
     let mut failures = Vec::new();
     let mut n = 0;
-    for caps in devices() {
+    for caps in classes() {
         for (kernel, vars) in variants(&caps) {
             n += 1;
             if let Err(why) = check(kernel, &vars, &caps) {
@@ -165,7 +145,7 @@ fn every_variant_validates_and_agrees_with_its_host_file() {
 
 #[test]
 fn variants_are_listed_once_and_cover_every_shader_file() {
-    let caps = devices();
+    let caps = classes();
     each_case(&caps, |caps| {
         let all = variants(caps);
         let twice = (0..all.len()).find(|i| all[..*i].contains(&all[*i]));

@@ -71,6 +71,8 @@ pub(crate) fn capacities(layers: &[LayerRoom], bounds: Bounds, slack: bool) -> R
 mod tests {
     use super::*;
 
+    type Case<'a> = (&'a str, &'a [LayerRoom], Bounds, bool, Result<Vec<u64>, Refusal>);
+
     const fn room(capacity: u64, live: u64, new: u64, in_place: bool) -> LayerRoom {
         LayerRoom { capacity, live, new, in_place }
     }
@@ -79,7 +81,6 @@ mod tests {
     fn buffers_grow_with_slack_shrink_for_the_budget_and_never_pass_a_bound() {
         let bounds = |layer, budget| Bounds { layer, budget };
         let two = [room(10, 8, 4, false), room(100, 6, 4, true)];
-        type Case<'a> = (&'a str, &'a [LayerRoom], Bounds, bool, Result<Vec<u64>, Refusal>);
         let cases: [Case<'_>; 8] = [
             ("doubles", &two, bounds(1000, None), true, Ok(vec![20, 100])),
             ("takes what it needs", &two, bounds(1000, None), false, Ok(vec![12, 100])),

@@ -85,7 +85,11 @@ impl Engine {
         while let Some(state) = self.in_flight.front().map(|s| s.mapped.0.load(Ordering::Acquire)) {
             match state {
                 READY => {}
-                PENDING => break,
+                PENDING => {
+                    // What is on a lost device never arrives.
+                    self.runner.gpu.check()?;
+                    break;
+                }
                 _ => return Err(Error::new(ErrorKind::Device, "device: lost while a step was running")),
             }
             if let Some(step) = self.in_flight.pop_front() {

@@ -36,8 +36,9 @@ impl Engine {
     /// nothing to begin, or enough is on the way.
     ///
     /// # Errors
-    /// When the device refuses a shader or has no memory left; the engine should be dropped then.
+    /// When the device was lost, refuses a shader or has no memory left; the engine should be dropped then.
     pub fn begin_step(&mut self) -> Result<bool> {
+        self.runner.gpu.check()?;
         // Several ranks: the others are told tokens, so the step before must have arrived.
         let depth = if self.ranks.is_some() { 1 } else { DEPTH };
         if self.in_flight.len() >= depth {

@@ -1,13 +1,17 @@
 //! Every shader variant that the crate can choose on a device: what the tests validate.
 
+use std::collections::HashMap;
+
 use crate::activation::Activation;
 use crate::dtype::DType;
+use crate::gpu::Tier;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
     activation, align, attention, combine, embed, expert_gemm, localise, lora, lora_gather, norm, remap, rope, route,
     sample,
 };
 use crate::plan::capabilities::Capabilities;
+use crate::plan::classes::classes;
 use crate::router::{GroupScore, RouteOptions, Score};
 
 /// Storage types of weights.
@@ -17,6 +21,35 @@ const DENSE: [(&str, usize); 3] = [("dense", 1), ("dense", 4), ("dense", 8)];
 const PAIRS: [(&str, usize); 4] = [("pairs", 1), ("tiles", 1), ("tiles", 4), ("tiles", 8)];
 /// Widths of a head that give different attention variants.
 const HEAD_DIMS: [usize; 5] = [24, 32, 64, 128, 256];
+
+/// One shader with one set of variables.
+#[derive(Debug, Clone)]
+pub struct Variant {
+    /// The shader.
+    pub kernel: &'static Kernel,
+    /// Its variables.
+    pub vars: Vars,
+    /// Tiers on which it is chosen, lowest first.
+    pub tiers: Vec<Tier>,
+}
+
+/// Every variant that is chosen on any class of device, each once.
+pub fn all() -> Vec<Variant> {
+    let mut all: Vec<Variant> = Vec::new();
+    let mut places = HashMap::new();
+    for class in classes() {
+        for (kernel, vars) in variants(&class) {
+            let at = *places.entry((kernel.stem, vars.clone())).or_insert(all.len());
+            if at == all.len() {
+                all.push(Variant { kernel, vars, tiers: Vec::new() });
+            }
+            if all[at].tiers.last() != Some(&class.tier) {
+                all[at].tiers.push(class.tier);
+            }
+        }
+    }
+    all
+}
 
 /// Every kernel with every set of variables that a device with `caps` can meet, each once. Attention has a variant for
 /// each width of a head; the widths of known models stand for all.

@@ -75,13 +75,16 @@ impl Chunk<'_> {
     }
 }
 
+/// The number of a chunk, and its bytes.
+type Filled = (usize, Vec<u8>);
+
 /// What readers and the taker share.
 struct Shared {
     /// Buffers to fill.
     empty: Mutex<Vec<Vec<u8>>>,
     has_empty: Condvar,
     /// Filled chunks, or why there are no more.
-    filled: Mutex<VecDeque<Result<(usize, Vec<u8>)>>>,
+    filled: Mutex<VecDeque<Result<Filled>>>,
     has_filled: Condvar,
     next: AtomicUsize,
     stop: AtomicBool,

@@ -221,6 +221,11 @@ impl OnDevice {
         layer.record(rec, pass, &tensors)
     }
 
+    /// Where the output and the status word lie.
+    pub fn results(&self) -> [&View; 2] {
+        [&self.out.view, &self.status.view]
+    }
+
     pub fn read(&self, gpu: &Gpu) -> (Vec<f32>, u32) {
         (self.out.read(gpu), self.status.read(gpu)[0])
     }
