@@ -198,9 +198,11 @@ fn config(shape: MoeShape) -> ModelConfig {
         max_positions: 8,
         tie_embeddings: true,
         dense_width: 8,
+        shared_width: 0,
         moe: shape,
         norm_topk_prob: true,
         layers: vec![MlpKind::Experts],
+        mixers: Vec::new(),
         stop_ids: Vec::new(),
     }
 }

@@ -9,6 +9,7 @@ use crate::kernels::combine::Combine;
 use crate::kernels::expert_gemm::{ExpertGemm, Rows, Weights};
 use crate::kernels::localise::Localise;
 use crate::kernels::lora::{self, Factors, Lora, LoraSite};
+use crate::kernels::lora_gather::LoraGather;
 use crate::kernels::remap::Remap;
 use crate::kernels::route::Route;
 use crate::kernels::{Recording, View};
@@ -49,7 +50,7 @@ pub struct LoraBatch {
     pub slots: usize,
     /// Adapters that occur in the batch, at least 1.
     pub adapters: usize,
-    /// Largest rank among them.
+    /// Largest rank among them, a bias counted.
     pub max_rank: usize,
     /// Tokens sorted by slot, where there are enough of them.
     pub aligned: Option<Aligned>,
@@ -98,11 +99,22 @@ impl LoraBatch {
         x: &View,
         y: &View,
     ) -> Result<()> {
+        self.dense(site, factors, tokens, x, y).record(rec, pass)
+    }
+
+    /// The stage of a site that works on whole tokens.
+    fn dense<'a>(
+        &'a self,
+        site: &'a LoraSite,
+        factors: &'a Factors,
+        tokens: usize,
+        x: &'a View,
+        y: &'a View,
+    ) -> Lora<'a> {
         let select = match &self.aligned {
             Some(aligned) => Rows::Tiles(aligned),
             None => Rows::Pairs(&self.token_lora_mapping),
         };
-        let y_stride = site.out_dims.iter().sum();
         Lora {
             rows: tokens,
             row_div: 1,
@@ -113,9 +125,30 @@ impl LoraBatch {
             factors,
             x,
             y,
-            y_stride,
+            y_stride: site.out_dims.iter().sum(),
         }
-        .record(rec, pass)
+    }
+
+    /// Records the adapters of the embedding: `hidden`, f32 `[T, D]`, is added to. `row_table` and `last_ids` are those of
+    /// [`Embed`](crate::kernels::embed::Embed).
+    ///
+    /// # Errors
+    /// Those of the LoRA stages.
+    #[allow(clippy::too_many_arguments, reason = "the arguments are the site's operands")]
+    pub fn record_embedding(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        site: &LoraSite,
+        factors: &Factors,
+        tokens: usize,
+        [row_table, last_ids]: [&View; 2],
+        hidden: &View,
+    ) -> Result<()> {
+        let u = rec.scratch("lora u", (tokens * self.max_rank.next_multiple_of(8) * 4) as u64)?;
+        let (slots, max_rank) = (self.slots, self.max_rank);
+        LoraGather { rows: tokens, row_table, last_ids, slots, max_rank, site, factors, u: &u }.record(rec, pass)?;
+        self.dense(site, factors, tokens, &u, hidden).record_expand(rec, pass, &u)
     }
 }
 

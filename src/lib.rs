@@ -42,7 +42,7 @@ pub mod fuzzing;
 
 pub use adapter::Adapter;
 pub use checkpoint::{Checkpoint, ModelConfig};
-pub use engine::{Engine, EngineOptions, Event, FinishReason, Request, Sampling};
+pub use engine::{Engine, EngineOptions, Event, FinishReason, Request, Sampling, Worker};
 pub use error::{Error, ErrorKind, Result};
 pub use gpu::{Gpu, GpuInfo, GpuOptions, Tier};
 pub use layer::MoeLayer;

@@ -29,7 +29,7 @@ fn twin(gpu: &Gpu) -> Twin {
 /// A pool of two layers like the twin's.
 fn pool(gpu: &Gpu, twin: &Twin, slots: usize, budget: Option<u64>) -> AdapterPool {
     let one = twin.pool_options(slots).layers.remove(0);
-    AdapterPool::with_options(gpu, PoolOptions { layers: vec![one.clone(), one], slots, budget }).unwrap()
+    AdapterPool::with_options(gpu, PoolOptions { layers: vec![one.clone(), one], ends: None, slots, budget }).unwrap()
 }
 
 /// An adapter of both layers, f32 on the experts: `192 · padded rank` words a layer.
@@ -61,7 +61,8 @@ const fn id(n: u64) -> AdapterId {
     AdapterId::new(n)
 }
 
-type Case<'a> = (&'a str, &'a Gpu, Option<u64>, Option<usize>, bool, &'a Adapter, ErrorKind, Vec<&'a str>);
+/// A name, device, budget, buffers that can be made, whether b is pinned, what is loaded, and the error's kind and words.
+type FailedLoad<'a> = (&'a str, &'a Gpu, Option<u64>, Option<usize>, bool, &'a Adapter, ErrorKind, Vec<&'a str>);
 
 #[test]
 fn a_failed_load_leaves_everything_as_it_was() {
@@ -71,12 +72,11 @@ fn a_failed_load_leaves_everything_as_it_was() {
         let [size_a, size_b, size_large] = [&a, &b, &large].map(|adapter| size(&gpu, &twin, adapter));
         let own = gpu.capabilities().clone();
         let narrow = gpu.with_capabilities(Capabilities { max_binding_bytes: size_large / 2 - 16, ..own });
-        // Device, budget, buffers that can be made, whether b is pinned, what is loaded, the error's kind and words.
         let budget = size_large - 16;
         let (needed, bound) = (format!("{size_large} bytes needed"), format!("budget is {budget}"));
         let pinned = format!("{} bytes needed, where {size_b} are pinned and the budget is {}", size_a, size_b + 16);
         let half = (size_large / 2).to_string();
-        let cases: [Case<'_>; 5] = [
+        let cases: [FailedLoad<'_>; 5] = [
             ("budget", &gpu, Some(budget), None, false, &large, ErrorKind::Limit, vec![&needed, &bound]),
             ("binding", &narrow, None, None, false, &large, ErrorKind::Limit, vec![&half, "layer 0", "binding limit"]),
             ("no memory at all", &gpu, None, Some(0), false, &large, ErrorKind::OutOfMemory, vec!["memory"]),

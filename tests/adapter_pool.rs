@@ -9,7 +9,7 @@ mod gpu_run;
 mod moe;
 
 use common::{Rng, TOL_F32, rel_err};
-use moe::{Batch, SHAPE, Twin, adapter, adapter_of, cut, forward, pin};
+use moe::{Batch, SHAPE, Twin, adapter, adapter_of, biased, cut, forward, pin};
 use wgmoe::adapter::pool::AdapterId;
 use wgmoe::adapter::{Factor, Site};
 use wgmoe::dtype::DType;
@@ -118,16 +118,10 @@ fn an_adapter_cut_while_it_was_read_gives_the_bits_of_one_cut_by_the_pool() {
         for rank in 0..6 {
             let (shape, share) = part(rank);
             let twin = Twin::of(&gpu, DType::Bf16, shape, share.clone());
+            let sites = [Site::Q, Site::Router, Site::ExpertUp, Site::ExpertDown];
             let adapters = [
                 adapter_of(shape, 85, 4, DType::F16, &EXPERT_SITES, true),
-                adapter_of(
-                    shape,
-                    86,
-                    17,
-                    DType::F32,
-                    &[Site::Q, Site::Router, Site::ExpertUp, Site::ExpertDown],
-                    false,
-                ),
+                biased(90, DType::F16, adapter_of(shape, 86, 16, DType::F32, &sites, false)),
             ];
             let [mut whole, mut reduced] = [twin.pool(&gpu, 2), twin.pool(&gpu, 2)];
             for (i, adapter) in adapters.iter().enumerate() {
@@ -181,6 +175,11 @@ fn adapters_that_do_not_fit_the_rank_are_refused_with_a_reason() {
             "a shared expert",
             changed(whole(&[Site::Q]), &|f| f.site = Site::SharedUp),
             "SharedUp 0: adapters of the shared",
+        ),
+        (
+            "a bias of another length",
+            changed(whole(&[Site::ExpertUp]), &|f| f.bias = Some(f.b.clone())),
+            "expected a bias [12, 1], got [12, 4]",
         ),
         ("rank 0", changed(whole(&[Site::Router]), &|f| f.rank = 0), "expected A [0, 24]"),
     ];

@@ -57,7 +57,7 @@ fn defaults_and_stop_ids() {
 fn settings_that_change_the_result_or_make_no_sense_are_refused() {
     use ErrorKind::{Config, Unsupported};
     let cases = [
-        (json!({"model_type": "mixtral"}), Unsupported, "`qwen3_moe`"),
+        (json!({"model_type": "quasar"}), Unsupported, "`qwen3_moe`"),
         (json!({"model_type": "<absent>"}), Config, "model_type"),
         (json!({"attention_bias": true}), Unsupported, "attention_bias"),
         (json!({"use_sliding_window": true}), Unsupported, "use_sliding_window"),

@@ -10,7 +10,7 @@ mod moe;
 
 use common::{ROUTE_GAP, Rng, TOL_F32, each_case, rel_err};
 use gpu_run::run_in;
-use moe::{Batch, OnDevice, SHAPE, Twin, adapter, adapter_of, cut, forward, pin, poisoned};
+use moe::{Batch, OnDevice, SHAPE, Twin, adapter, adapter_of, biased, cut, forward, pin, poisoned};
 use wgmoe::adapter::Site;
 use wgmoe::adapter::pool::AdapterPool;
 use wgmoe::dtype::DType;
@@ -25,11 +25,11 @@ const EXPERT_SITES: [Site; 3] = [Site::ExpertGate, Site::ExpertUp, Site::ExpertD
 /// Both are pairs, the second tiles where few experts are held, the third and fourth tiles of 4 and of 8.
 const TOKENS: [usize; 4] = [1, 5, 11, 40];
 
-/// Fused, per expert, and one that changes gate alone.
+/// Fused, per expert with biases, and one that changes gate alone.
 fn adapters() -> [Adapter; 3] {
     [
         adapter(71, 4, DType::F16, &EXPERT_SITES, true),
-        adapter(72, 17, DType::Bf16, &EXPERT_SITES, false),
+        biased(75, DType::Bf16, adapter(72, 17, DType::Bf16, &EXPERT_SITES, false)),
         adapter(73, 8, DType::F32, &[Site::ExpertGate], false),
     ]
 }
@@ -124,13 +124,13 @@ fn partial_sums_of_all_ranks_add_up_to_the_whole_layer() {
     for gpu in device::every_tier() {
         for dtype in [DType::F32, DType::Bf16] {
             for shape in [SHAPE, UNEVEN] {
-                // Fused, per expert, gate alone, down alone.
+                // Fused, per expert with biases, gate alone, down alone with biases.
                 let of = |seed, rank, dtype, sites: &[Site], fused| adapter_of(shape, seed, rank, dtype, sites, fused);
                 let adapters = [
                     of(71, 4, DType::F16, &EXPERT_SITES, true),
-                    of(72, 17, DType::Bf16, &EXPERT_SITES, false),
+                    biased(75, DType::F32, of(72, 16, DType::Bf16, &EXPERT_SITES, false)),
                     of(73, 8, DType::F32, &[Site::ExpertGate, Site::Router], false),
-                    of(74, 3, DType::F32, &[Site::ExpertDown], false),
+                    biased(76, DType::F32, of(74, 3, DType::F32, &[Site::ExpertDown], false)),
                 ];
                 let batch = batch(11, &[0, 1, -1, 2, 3], false);
                 let one = ExpertShare::whole(shape.experts, shape.expert_width).unwrap();

@@ -73,6 +73,7 @@ impl Weights {
         };
         let base = (place * SLOTS * SHAPE.experts + virtual_id) * RANK * SHAPE.hidden;
         Some(Factors {
+            bias: None,
             rank: RANK,
             scale: 0.5,
             a: &self.a[base..base + RANK * inner],

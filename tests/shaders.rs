@@ -11,7 +11,8 @@ use wgmoe::kernels::linker::{Kernel, Vars, label, render};
 use wgmoe::kernels::params::Params;
 use wgmoe::kernels::variants::variants;
 use wgmoe::kernels::{
-    activation, align, attention, combine, embed, expert_gemm, localise, lora, norm, remap, rope, route, sample,
+    activation, align, attention, combine, embed, expert_gemm, localise, lora, lora_gather, norm, remap, rope, route,
+    sample,
 };
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::classes::classes;
@@ -32,6 +33,7 @@ fn params_of(stem: &str) -> Layout {
         "expert_gemm" => layout::<expert_gemm::ExpertGemmParams>(),
         "lora_shrink" => layout::<lora::LoraShrinkParams>(),
         "lora_expand" => layout::<lora::LoraExpandParams>(),
+        "lora_gather" => layout::<lora_gather::LoraGatherParams>(),
         "activation" => layout::<activation::ActivationParams>(),
         "combine" => layout::<combine::CombineParams>(),
         "embed" => layout::<embed::EmbedParams>(),
@@ -119,7 +121,7 @@ fn check(kernel: &'static Kernel, vars: &Vars, caps: &Capabilities) -> Result<()
     check_layout(&module, params_of(kernel.stem))?;
     match kernel.stem {
         "sample" => check_layout(&module, layout::<sample::Pick>()),
-        "lora_shrink" | "lora_expand" => {
+        "lora_shrink" | "lora_expand" | "lora_gather" => {
             check_layout(&module, ("Factor", &[("a", 0), ("b", 4), ("rank_type", 8), ("scale", 12)], 16))
         }
         _ => Ok(()),

@@ -10,7 +10,7 @@ use crate::placement::ExpertShare;
 /// Errors: `Adapter`, naming the first factor that does not fit.
 pub(crate) fn check(layers: &[&PoolSites], adapter: &Adapter) -> Result<()> {
     if let Some(share) = &adapter.share
-        && layers.iter().filter_map(|layer| layer.share.as_ref()).any(|held| held != share)
+        && layers.iter().filter_map(|layer| layer.experts()).any(|held| held != share)
     {
         let message = format!("cut for {}, but this rank holds another part of the experts", described(share));
         return Err(Error::new(ErrorKind::Adapter, message));
@@ -47,6 +47,14 @@ fn check_factor(layer: &PoolSites, f: &Factor, cut: bool) -> Result<(), String> 
             let width = if f.site == Site::ExpertDown { &mut input } else { &mut out };
             *width = share.width().len();
         }
+    }
+    if f.bias.is_some() && f.site == Site::Embedding {
+        return Err("an embedding takes no bias".to_owned());
+    }
+    if let Some(bias) = &f.bias
+        && [bias.rows, bias.cols] != [out, 1]
+    {
+        return Err(format!("expected a bias [{out}, 1], got [{}, {}]", bias.rows, bias.cols));
     }
     let fits = [f.a.rows, f.a.cols, f.b.rows, f.b.cols] == [f.rank, input, out, f.rank];
     if !fits || f.rank == 0 || f.rank > MAX_RANK {

@@ -35,11 +35,16 @@ struct Part {
     rows: Range<usize>,
     cols: Range<usize>,
     padded_rows: usize,
+    /// One more column.
+    biased: bool,
+    /// Rows and columns are those of the transposed matrix.
+    transposed: bool,
     dtype: DType,
 }
 
 struct Block<'a> {
     matrix: &'a Matrix,
+    bias: Option<&'a Matrix>,
     part: Part,
 }
 
@@ -62,28 +67,34 @@ impl<'a> Image<'a> {
                 },
             };
             let Some(at) = sites.entry(factor.site, expert) else { continue };
-            // An entry has one type for both.
-            let dtype = if factor.a.dtype == factor.b.dtype { factor.a.dtype } else { DType::F32 };
+            // Ranks add up their products with down: the one with the first columns adds the bias.
+            let elsewhere = share.is_some_and(|s| factor.site == Site::ExpertDown && s.width().start > 0);
+            let bias = factor.bias.as_deref().filter(|_| !elsewhere);
+            // An entry has one type for all.
+            let same = [Some(&*factor.b), bias].into_iter().flatten().all(|m| m.dtype == factor.a.dtype);
+            let dtype = if same { factor.a.dtype } else { DType::F32 };
             let [a, b] = parts(factor, share.filter(|_| adapter.share.is_none()), share, dtype);
-            let a = image.place(&mut stored, &factor.a, a);
-            let b = image.place(&mut stored, &factor.b, b);
+            let a = image.place(&mut stored, Block { matrix: &factor.a, bias: None, part: a });
+            let b = Part { biased: bias.is_some(), ..b };
+            let b = image.place(&mut stored, Block { matrix: &factor.b, bias, part: b });
             let storage = match dtype {
                 DType::F16 => 1,
                 DType::Bf16 => 2,
                 _ => 0,
             };
-            image.entries.push(Entry { at, words: [a, b, factor.rank as u32 | storage << 16, factor.scale.to_bits()] });
+            let biased = u32::from(bias.is_some());
+            let rank_type = (factor.rank as u32 + biased) | storage << 16 | biased << 24;
+            image.entries.push(Entry { at, words: [a, b, rank_type, factor.scale.to_bits()] });
         }
         image
     }
 
-    /// Adds a part unless it is there already; its first word.
-    fn place(&mut self, stored: &mut HashMap<(*const Matrix, Part), u32>, matrix: &'a Matrix, part: Part) -> u32 {
-        let words = part.words();
-        *stored.entry((std::ptr::from_ref(matrix), part.clone())).or_insert_with(|| {
+    /// Adds a block unless it is there already; its first word.
+    fn place(&mut self, stored: &mut HashMap<Key, u32>, block: Block<'a>) -> u32 {
+        *stored.entry(block.key()).or_insert_with(|| {
             let at = self.words as u32;
-            self.blocks.push(Block { matrix, part });
-            self.words += words;
+            self.words += block.part.words();
+            self.blocks.push(block);
             at
         })
     }
@@ -100,9 +111,19 @@ impl<'a> Image<'a> {
 
 /// The parts of A and B that this rank stores; `cut` is what has to be cut off, `share` what the device's rows are padded for.
 fn parts(factor: &Factor, cut: Option<&ExpertShare>, share: Option<&ExpertShare>, dtype: DType) -> [Part; 2] {
-    let whole = |m: &Matrix| Part { rows: 0..m.rows, cols: 0..m.cols, padded_rows: m.rows, dtype };
+    let whole = |m: &Matrix| Part {
+        rows: 0..m.rows,
+        cols: 0..m.cols,
+        padded_rows: m.rows,
+        biased: false,
+        transposed: false,
+        dtype,
+    };
     let (mut a, mut b) = (whole(&factor.a), whole(&factor.b));
-    if factor.site == Site::ExpertDown {
+    if factor.site == Site::Embedding {
+        // A token's values become a row.
+        a = Part { rows: a.cols, cols: a.rows, padded_rows: factor.a.cols, transposed: true, ..a };
+    } else if factor.site == Site::ExpertDown {
         a.cols = cut.map_or(a.cols, ExpertShare::width);
     } else {
         b.rows = cut.map_or(b.rows, ExpertShare::width);
@@ -113,7 +134,7 @@ fn parts(factor: &Factor, cut: Option<&ExpertShare>, share: Option<&ExpertShare>
 
 impl Part {
     fn row_bytes(&self) -> usize {
-        self.cols.len().next_multiple_of(8) * self.dtype.size()
+        (self.cols.len() + usize::from(self.biased)).next_multiple_of(8) * self.dtype.size()
     }
 
     fn words(&self) -> u64 {
@@ -121,19 +142,35 @@ impl Part {
     }
 }
 
+/// What tells blocks apart: the allocations of matrix and bias, and the part.
+type Key = (*const Matrix, Option<*const Matrix>, Part);
+
 impl Block<'_> {
+    fn key(&self) -> Key {
+        (std::ptr::from_ref(self.matrix), self.bias.map(std::ptr::from_ref), self.part.clone())
+    }
+
     fn append(&self, bytes: &mut Vec<u8>) {
-        let Self { matrix, part } = self;
-        let size = matrix.dtype.size();
-        let begin = bytes.len();
-        for row in part.rows.clone() {
-            let first = row * matrix.cols + part.cols.start;
-            let values = &matrix.bytes[first * size..(first + part.cols.len()) * size];
-            let at = bytes.len();
-            if part.dtype == matrix.dtype {
+        let Self { matrix, bias, part } = self;
+        let push = |bytes: &mut Vec<u8>, from: &Matrix, first: usize, n: usize| {
+            let size = from.dtype.size();
+            let values = &from.bytes[first * size..(first + n) * size];
+            if part.dtype == from.dtype {
                 bytes.extend_from_slice(values);
             } else {
-                bytes.extend_from_slice(&part.dtype.encode(&matrix.dtype.decode(values)));
+                bytes.extend_from_slice(&part.dtype.encode(&from.dtype.decode(values)));
+            }
+        };
+        let begin = bytes.len();
+        for row in part.rows.clone() {
+            let at = bytes.len();
+            if part.transposed {
+                part.cols.clone().for_each(|col| push(bytes, matrix, col * matrix.cols + row, 1));
+            } else {
+                push(bytes, matrix, row * matrix.cols + part.cols.start, part.cols.len());
+            }
+            if let Some(bias) = bias {
+                push(bytes, bias, row, 1);
             }
             bytes.resize(at + part.row_bytes(), 0);
         }

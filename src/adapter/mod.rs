@@ -1,9 +1,11 @@
 //! LoRA adapters: a PEFT folder becomes canonical factors (config, names, layout); the pool holds them on the device.
 
 pub(crate) mod config;
-mod decode;
-mod layout;
 mod names;
+mod layout;
+mod window;
+mod decode;
+mod fused;
 mod packed;
 pub mod sites;
 mod image;
@@ -114,15 +116,43 @@ pub struct Adapter {
 }
 
 impl Adapter {
-    /// Reads the PEFT folder `dir` (`adapter_config.json` and `adapter_model.safetensors` or
-    /// `adapter_model.bin`) as an adapter of the model
-    /// `model`: LoRA on attention, router, dense MLP and experts, the latter as modules of their own (transformers 4) or
-    /// fused (`target_parameters`, transformers 5), or packed with a dimension for the experts. The files must not change while they are read.
+    /// Reads the PEFT folder `dir` (`adapter_config.json` and `adapter_model.safetensors` or `adapter_model.bin`) as an
+    /// adapter of the model `model`: LoRA on embedding, attention, router, MLPs and LM head; on routed experts as modules of
+    /// their own (transformers 4), fused (`target_parameters`, transformers 5), or packed with a dimension for the experts.
+    /// The files must not change while they are read.
     ///
     /// Errors: `Io` and `Format` for the files; `Config` for a value out of range; `Unsupported` for a method that is not
     /// plain LoRA; `Adapter` when a tensor does not fit the model, lacks its other half, occurs twice, or is unknown.
-    /// Nothing in the file is ignored.
+    /// Nothing in the file is ignored but copies of base weights beside their factors, whose shape must be the model's.
     pub fn open(dir: &Path, model: &ModelConfig) -> Result<Self> {
+        Self::read(dir, model, None)
+    }
+
+    /// [`open`](Self::open) of the part that a rank with `share` of the experts needs: of routed experts, only those that it
+    /// holds and only the columns of their width are read, whatever the layout of the file; everything else is read whole.
+    /// What a B of the down projection adds (`lora_bias`) belongs to the rank with the first columns.
+    ///
+    /// Every rank checks all names and shapes, so a file that one refuses is refused by all.
+    ///
+    /// Errors: as [`open`](Self::open), and `Config` when `share` is not one of this model's experts.
+    pub fn open_for(dir: &Path, model: &ModelConfig, share: &ExpertShare) -> Result<Self> {
+        let (got, want) =
+            ([share.placement().experts(), share.full_width()], [model.moe.experts, model.moe.expert_width]);
+        if got != want {
+            let message = format!(
+                "adapter `{}`: expected a share of {} experts of width {}, got one of {} of width {}",
+                dir.display(),
+                want[0],
+                want[1],
+                got[0],
+                got[1]
+            );
+            return Err(Error::new(ErrorKind::Config, message));
+        }
+        Self::read(dir, model, Some(share))
+    }
+
+    fn read(dir: &Path, model: &ModelConfig, share: Option<&ExpertShare>) -> Result<Self> {
         let config = config::AdapterConfig::open(&dir.join("adapter_config.json"))?;
         let mut path = dir.join("adapter_model.safetensors");
         let torch = dir.join("adapter_model.bin");
@@ -130,24 +160,25 @@ impl Adapter {
             path = torch;
         }
         let file = WeightFile::open(&path, Arc::default())?;
-        let pairs = names::pairs(file.names(), model.family).map_err(|(kind, name, reason)| {
+        let names = names::sorted(file.names(), model.family).map_err(|(kind, name, reason)| {
             Error::new(kind, format!("`{}`: tensor `{}`: {reason}", path.display(), shown(&name)))
         })?;
-        if pairs.is_empty() {
+        if names.pairs.is_empty() {
             return Err(Error::new(ErrorKind::Adapter, format!("`{}`: no tensors", path.display())));
         }
-        let decoder = decode::Decoder { file: &file, config: &config, model };
-        let mut factors = decoder.factors(&pairs)?;
+        let decoder = decode::Decoder { file: &file, config: &config, model, share };
+        let decode::Decoded { mut factors, mut places } = decoder.decode(&names)?;
         factors.sort_by_key(Factor::place);
-        if let Some([_, twice]) = factors.windows(2).find(|w| w[0].place() == w[1].place()) {
-            let (layer, site, expert) = twice.place();
+        places.sort_unstable();
+        if let Some([_, twice]) = places.windows(2).find(|w| w[0] == w[1]) {
+            let (layer, site, expert) = twice;
             let message = format!(
                 "`{}`: layer {layer}, {site:?}, expert {expert}: both fused and as a module of its own",
                 path.display()
             );
             return Err(Error::new(ErrorKind::Adapter, message));
         }
-        Ok(Self { path: dir.to_owned(), factors, bytes_read: file.bytes_read(), share: None })
+        Ok(Self { path: dir.to_owned(), factors, bytes_read: file.bytes_read(), share: share.cloned() })
     }
 
     /// The factors of one layer.

@@ -4,16 +4,19 @@
 //! index are rewritten with queue writes and copies: work already submitted still sees the old ones, later work only the
 //! new. Work recorded with the pool must be submitted before the pool is changed.
 
-use crate::adapter::Adapter;
+mod load;
+
 use crate::adapter::check;
-use crate::adapter::image::{Image, WORD};
-use crate::adapter::room::{Bounds, LayerRoom, Refusal, capacities};
-use crate::adapter::sites::{LayerSites, PoolSites};
+use crate::adapter::image::WORD;
+use crate::adapter::room::{LayerRoom, capacities};
+use crate::adapter::sites::{EndSites, LayerSites, PoolSites};
 use crate::adapter::store::{Held, LayerStore};
+use crate::adapter::{Adapter, Site};
 use crate::error::{Error, ErrorKind, Result};
 use crate::gpu::Gpu;
 use crate::kernels::lora::Factors;
 use crate::placement::ExpertShare;
+use load::Obstacle;
 
 /// Names one load of one adapter for ever: a reload under the same name gets another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -31,6 +34,8 @@ impl AdapterId {
 pub struct PoolOptions {
     /// Each decoder layer's sites and, where it has experts, what this rank holds of them.
     pub layers: Vec<(LayerSites, Option<ExpertShare>)>,
+    /// The sites of embedding and LM head; `None`: adapters of them are refused.
+    pub ends: Option<EndSites>,
     /// L: adapters on the device at a time.
     pub slots: usize,
     /// Bytes that the factors of all layers together may take of the device's memory; `None`: what the device has. Not
@@ -58,6 +63,7 @@ impl Slot {
 /// Holds up to L adapters on the device.
 pub struct AdapterPool {
     gpu: Gpu,
+    /// Those of the decoder, then maybe the one outside them.
     layers: Vec<LayerStore>,
     slots: Vec<Option<Slot>>,
     budget: Option<u64>,
@@ -67,31 +73,13 @@ pub struct AdapterPool {
     buffers_left: Option<usize>,
 }
 
-/// How a load will go, decided and provided for before anything changes.
-struct Plan<'a> {
-    slot: usize,
-    /// Slots whose tenants go.
-    evicted: Vec<usize>,
-    images: Vec<Image<'a>>,
-    /// A new buffer and its words, where a layer needs one.
-    buffers: Vec<Option<(wgpu::Buffer, u64)>>,
-}
-
-/// Why a load has to wait or cannot be.
-enum Obstacle {
-    /// Every slot is pinned.
-    Slots,
-    /// Something does not fit beside what is pinned.
-    Room(Error),
-}
-
 impl AdapterPool {
-    /// An empty pool without a budget; the arguments are those of [`PoolOptions`].
+    /// An empty pool without a budget, for adapters of the layers alone; the arguments are those of [`PoolOptions`].
     ///
     /// # Errors
     /// When the device has no room for the index.
     pub fn new(gpu: &Gpu, layers: Vec<(LayerSites, Option<ExpertShare>)>, slots: usize) -> Result<Self> {
-        Self::with_options(gpu, PoolOptions { layers, slots, budget: None })
+        Self::with_options(gpu, PoolOptions { layers, ends: None, slots, budget: None })
     }
 
     /// An empty pool.
@@ -99,10 +87,12 @@ impl AdapterPool {
     /// # Errors
     /// When the device has no room for the index.
     pub fn with_options(gpu: &Gpu, options: PoolOptions) -> Result<Self> {
-        let PoolOptions { layers, slots, budget } = options;
+        let PoolOptions { layers, ends, slots, budget } = options;
         let layers = layers
             .into_iter()
-            .map(|(sites, share)| LayerStore::new(gpu, PoolSites { sites, share }))
+            .map(|(sites, share)| PoolSites::Layer(sites, share))
+            .chain(ends.map(PoolSites::Ends))
+            .map(|sites| LayerStore::new(gpu, sites))
             .collect::<Result<_>>()?;
         let slots = (0..slots).map(|_| None).collect();
         Ok(Self { gpu: gpu.clone(), layers, slots, budget, clock: 0, growths: 0, buffers_left: None })
@@ -114,11 +104,33 @@ impl AdapterPool {
     }
 
     /// The sites and factors of a layer.
+    ///
+    /// # Panics
+    /// When the model has no such layer.
     pub fn layer(&self, layer: usize) -> (&LayerSites, &Factors) {
-        (&self.layers[layer].sites.sites, &self.layers[layer].factors)
+        let store = &self.layers[layer];
+        match &store.sites {
+            PoolSites::Layer(sites, _) => (sites, &store.factors),
+            PoolSites::Ends(_) => panic!("layer {layer}: the model has {layer} layers"),
+        }
     }
 
-    /// The largest rank of the adapter in `slot`, 0 when it is empty.
+    /// The sites and factors of embedding and LM head; `None` when the pool was made without.
+    pub fn ends(&self) -> Option<(&EndSites, &Factors)> {
+        self.layers.last().and_then(|store| match &store.sites {
+            PoolSites::Ends(sites) => Some((sites, &store.factors)),
+            PoolSites::Layer(..) => None,
+        })
+    }
+
+    /// Whether the adapter in `slot` changes `site`, which must be [`Site::Embedding`] or [`Site::LmHead`].
+    pub fn changes(&self, slot: usize, site: Site) -> bool {
+        let held = self.slots.get(slot).and_then(Option::as_ref).and_then(|s| s.held.last());
+        let at = self.layers.last().filter(|_| self.ends().is_some()).and_then(|store| store.sites.entry(site, 0));
+        held.zip(at).is_some_and(|(held, at)| held.entries.iter().any(|entry| entry.at == at))
+    }
+
+    /// The largest rank of the adapter in `slot`, a bias counted; 0 when it is empty.
     pub fn max_rank(&self, slot: usize) -> usize {
         self.slots[slot].as_ref().map_or(0, |s| s.max_rank)
     }
@@ -240,116 +252,6 @@ impl AdapterPool {
         if let Some(held) = &mut self.slots[slot] {
             held.last_use = self.clock;
         }
-    }
-
-    fn images<'a>(&self, adapter: &'a Adapter) -> Vec<Image<'a>> {
-        self.layers.iter().enumerate().map(|(layer, store)| Image::new(&store.sites, layer, adapter)).collect()
-    }
-
-    fn bounds(&self) -> Bounds {
-        // An index entry counts words in 32 bits.
-        let layer = (self.gpu.capabilities().max_binding_bytes / WORD).min(u64::from(u32::MAX));
-        Bounds { layer, budget: self.budget.map(|bytes| bytes / WORD) }
-    }
-
-    fn refused(&self, refusal: Refusal) -> Error {
-        let message = match refusal {
-            Refusal::Layer { layer, live, new } => format!(
-                "adapter factors: {} bytes in layer {layer}, where {} are pinned and the device's binding limit is {}",
-                new * WORD,
-                live * WORD,
-                self.bounds().layer * WORD
-            ),
-            Refusal::Budget { live, new } => format!(
-                "adapter memory: {} bytes needed, where {} are pinned and the budget is {}",
-                new * WORD,
-                live * WORD,
-                self.budget.unwrap_or(0)
-            ),
-        };
-        Error::new(ErrorKind::Limit, message)
-    }
-
-    /// Finds the fewest evictions, least recently used first, after which `adapter` fits, and makes the buffers. Changes
-    /// nothing: what was made is dropped where it does not suffice.
-    fn plan<'a>(&mut self, adapter: &'a Adapter) -> Result<Plan<'a>, Obstacle> {
-        let mut idle = self.idle();
-        let mut evicted = Vec::new();
-        let slot = match self.slots.iter().position(Option::is_none) {
-            Some(slot) => slot,
-            None => {
-                evicted.push(idle.next().ok_or(Obstacle::Slots)?);
-                evicted[0]
-            }
-        };
-        let images = self.images(adapter);
-        loop {
-            let obstacle = match self.buffers(&images, &evicted) {
-                Ok(buffers) => return Ok(Plan { slot, evicted, images, buffers }),
-                Err(e) => e,
-            };
-            evicted.push(idle.next().ok_or(Obstacle::Room(obstacle))?);
-        }
-    }
-
-    /// The new buffers that the layers need for `images` once the tenants of `evicted` are gone.
-    fn buffers(&mut self, images: &[Image<'_>], evicted: &[usize]) -> Result<Vec<Option<(wgpu::Buffer, u64)>>> {
-        let rooms: Vec<LayerRoom> = (0..self.layers.len()).map(|i| self.room(i, images[i].words, evicted)).collect();
-        let mut last = None;
-        for slack in [true, false] {
-            let sizes = capacities(&rooms, self.bounds(), slack).map_err(|refusal| self.refused(refusal))?;
-            match rooms.iter().zip(&sizes).map(|(room, size)| self.replacement(room, *size)).collect() {
-                Ok(buffers) => return Ok(buffers),
-                Err(e) => last = Some(e),
-            }
-        }
-        Err(last.unwrap_or_else(|| Error::new(ErrorKind::OutOfMemory, "adapter factors: no memory")))
-    }
-
-    fn room(&self, layer: usize, new: u64, evicted: &[usize]) -> LayerRoom {
-        let store = &self.layers[layer];
-        let held = |slot: usize| self.slots[slot].as_ref().map(|s| &s.held[layer]);
-        let live = (0..self.slots.len()).filter(|s| !evicted.contains(s)).filter_map(held).map(|h| h.words).sum();
-        let in_place = store.takes(new, evicted.iter().copied().filter_map(held));
-        LayerRoom { capacity: store.capacity(), live, new, in_place }
-    }
-
-    fn replacement(&mut self, room: &LayerRoom, size: u64) -> Result<Option<(wgpu::Buffer, u64)>> {
-        if room.in_place && size == room.capacity {
-            return Ok(None);
-        }
-        if let Some(left) = &mut self.buffers_left {
-            *left =
-                left.checked_sub(1).ok_or_else(|| Error::new(ErrorKind::OutOfMemory, "adapter factors: no memory"))?;
-        }
-        let buffer = self.gpu.buffer("adapter factors", size * WORD, wgpu::BufferUsages::empty())?;
-        Ok(Some((buffer, size)))
-    }
-
-    /// Carries a plan out; from here on nothing can fail. A layer at a time, so that staging memory stays bounded.
-    fn commit(&mut self, plan: Plan<'_>, id: AdapterId, adapter: &Adapter) -> usize {
-        for slot in &plan.evicted {
-            self.release(*slot);
-        }
-        let mut held = Vec::with_capacity(self.layers.len());
-        for (layer, (image, buffer)) in plan.images.into_iter().zip(plan.buffers).enumerate() {
-            let store = &mut self.layers[layer];
-            if let Some((buffer, capacity)) = buffer {
-                let kept = self.slots.iter_mut().enumerate();
-                let kept = kept.filter_map(|(slot, s)| Some((slot, &mut s.as_mut()?.held[layer])));
-                store.replace(&self.gpu, &buffer, capacity, kept);
-                self.growths += 1;
-            }
-            let begin = store.take(image.words).expect("the plan made room");
-            let new = Held { begin, words: image.words, entries: image.entries.clone() };
-            store.write(&self.gpu, &new, &image.bytes());
-            store.publish(&self.gpu, plan.slot, &new);
-            self.gpu.queue().submit([]);
-            held.push(new);
-        }
-        let max_rank = adapter.factors.iter().map(|f| f.rank).max().unwrap_or(0);
-        self.slots[plan.slot] = Some(Slot { id, pins: 0, last_use: self.clock, max_rank, held });
-        plan.slot
     }
 
     /// Empties a slot; whoever maps a token to it finds nothing.

@@ -26,13 +26,36 @@ pub struct LayerSites {
     pub entries: usize,
 }
 
-/// The places of one layer of the pool, and what this rank holds of its experts.
+/// The sites outside the layers.
 #[derive(Debug, Clone)]
-pub(crate) struct PoolSites {
-    /// The sites.
-    pub sites: LayerSites,
-    /// `None` where the layer has a dense MLP.
-    pub share: Option<ExpertShare>,
+pub struct EndSites {
+    /// The token embedding. Its input is a token, a column of A out of `in_dim`.
+    pub embedding: LoraSite,
+    /// The LM head.
+    pub lm_head: LoraSite,
+    /// Adapter slots L.
+    pub slots: usize,
+    /// Entries of their index.
+    pub entries: usize,
+}
+
+impl EndSites {
+    /// The sites of a model with `slots` adapter slots.
+    pub fn new(config: &ModelConfig, slots: usize) -> Self {
+        let (d, vocab) = (config.hidden, config.vocab);
+        let embedding = LoraSite { index_base: 0, out_dims: vec![d], in_dim: vocab };
+        let lm_head = LoraSite { index_base: slots, out_dims: vec![vocab], in_dim: d };
+        Self { embedding, lm_head, slots, entries: 2 * slots }
+    }
+}
+
+/// The places of one entry of the pool.
+#[derive(Debug, Clone)]
+pub(crate) enum PoolSites {
+    /// Those of a layer, and what this rank holds of its experts: `None` with a dense MLP.
+    Layer(LayerSites, Option<ExpertShare>),
+    /// Those outside the layers.
+    Ends(EndSites),
 }
 
 impl LayerSites {
@@ -79,8 +102,17 @@ impl PoolSites {
     /// `[out, in]` of a whole projection, over all ranks. `None` where the layer has no such projection.
     pub fn shape(&self, site: Site) -> Option<[usize; 2]> {
         let of = |site: &LoraSite, projection: usize| Some([site.out_dims[projection], site.in_dim]);
-        let s = &self.sites;
-        match (site, &self.share) {
+        let (s, share) = match self {
+            Self::Layer(sites, share) => (sites, share),
+            Self::Ends(ends) => {
+                return match site {
+                    Site::Embedding => of(&ends.embedding, 0),
+                    Site::LmHead => of(&ends.lm_head, 0),
+                    _ => None,
+                };
+            }
+        };
+        match (site, share) {
             (Site::Q, _) => of(&s.qkv, 0),
             (Site::K, _) => of(&s.qkv, 1),
             (Site::V, _) => of(&s.qkv, 2),
@@ -98,27 +130,45 @@ impl PoolSites {
 
     /// What this rank holds of the experts, for the sites of routed experts.
     pub fn share(&self, site: Site) -> Option<&ExpertShare> {
-        self.share.as_ref().filter(|_| site.of_expert())
+        self.experts().filter(|_| site.of_expert())
+    }
+
+    /// What this rank holds of the experts; `None` where there are none.
+    pub fn experts(&self) -> Option<&ExpertShare> {
+        match self {
+            Self::Layer(_, share) => share.as_ref(),
+            Self::Ends(_) => None,
+        }
     }
 
     /// The index entry of a projection in slot 0; `expert` is this rank's id.
     pub fn entry(&self, site: Site, expert: usize) -> Option<usize> {
-        self.sites.entry(0, site, expert)
+        match (self, site) {
+            (Self::Layer(sites, _), _) => sites.entry(0, site, expert),
+            (Self::Ends(ends), Site::Embedding) => Some(ends.embedding.index_base),
+            (Self::Ends(ends), Site::LmHead) => Some(ends.lm_head.index_base),
+            _ => None,
+        }
     }
 
     /// Entries of all slots.
     pub fn entries(&self) -> usize {
-        self.sites.entries
+        match self {
+            Self::Layer(sites, _) => sites.entries,
+            Self::Ends(ends) => ends.entries,
+        }
     }
 
     /// For each site, the first entry of slot 0 and the entries of one slot.
-    pub fn blocks(&self) -> impl Iterator<Item = (usize, usize)> {
-        let s = &self.sites;
+    pub fn blocks(&self) -> Vec<(usize, usize)> {
         let of = |site: &LoraSite, experts: usize| (site.index_base, experts * site.out_dims.len());
-        let router = s.router.as_ref().map(|site| of(site, 1));
-        [of(&s.qkv, 1), of(&s.o, 1)]
-            .into_iter()
-            .chain(router)
-            .chain([of(&s.gate_up, s.experts), of(&s.down, s.experts)])
+        match self {
+            Self::Ends(ends) => vec![of(&ends.embedding, 1), of(&ends.lm_head, 1)],
+            Self::Layer(s, _) => {
+                let mut all = vec![of(&s.qkv, 1), of(&s.o, 1), of(&s.gate_up, s.experts), of(&s.down, s.experts)];
+                all.extend(s.router.as_ref().map(|site| of(site, 1)));
+                all
+            }
+        }
     }
 }

@@ -16,7 +16,7 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 pub use block::Block;
-pub use config::{MlpKind, ModelConfig};
+pub use config::{Mixer, MlpKind, ModelConfig};
 pub use index::Shards;
 pub use safetensors::{SafetensorsFile, TensorHeader, TensorView};
 pub use torch::TorchFile;
@@ -44,9 +44,10 @@ impl Checkpoint {
     ///
     /// Errors: those of [`ModelConfig::open`] and [`Shards::open`]; `Tensor` when a tensor of the model is missing or has
     /// another shape or type, is stored twice (fused and per expert), or when the files hold one that the model has not;
-    /// `Unsupported` for a weight of a type that is not read.
+    /// `Unsupported` for a weight of a type that is not read, and for a family whose checkpoints are not read.
     pub fn open(dir: &Path) -> Result<Self> {
         let config = ModelConfig::open(dir)?;
+        config.family.check_weights().map_err(|e| e.within(format!("`{}`", dir.display())))?;
         let shards = Shards::open(dir)?;
         let checkpoint = Self { dir: dir.to_owned(), config, shards };
         checkpoint.check_consumed()?;
@@ -152,28 +153,10 @@ impl Checkpoint {
     fn missing(&self, fused: &HashSet<(usize, ExpertPart)>) -> Vec<String> {
         let config = &self.config;
         let globals = [Some(Role::Embedding), Some(Role::FinalNorm), (!config.tie_embeddings).then_some(Role::LmHead)];
-        let in_layers = config.layers.iter().enumerate().flat_map(|(layer, mlp)| {
-            let attention = [
-                Role::InputNorm { layer },
-                Role::PostAttentionNorm { layer },
-                Role::QNorm { layer },
-                Role::KNorm { layer },
-                Role::Q { layer },
-                Role::K { layer },
-                Role::V { layer },
-                Role::O { layer },
-            ];
-            let mlp = match mlp {
-                MlpKind::Experts => vec![Role::Router { layer }],
-                MlpKind::Dense => {
-                    vec![Role::DenseGate { layer }, Role::DenseUp { layer }, Role::DenseDown { layer }]
-                }
-            };
-            attention.into_iter().chain(mlp)
-        });
+        let in_layers = (0..config.layers.len()).flat_map(|layer| config.family.layer_roles(layer, config));
         let with_experts = (0..config.layers.len()).filter(|&layer| config.layers[layer] == MlpKind::Experts);
         let experts = with_experts
-            .flat_map(|layer| ExpertPart::ALL.map(|part| (layer, part)))
+            .flat_map(|layer| config.family.expert_parts().map(move |part| (layer, part)))
             .filter(|key| !fused.contains(key))
             .flat_map(|(layer, part)| (0..config.moe.experts).map(move |expert| part.role(layer, expert)));
         let needed = globals.into_iter().flatten().chain(in_layers).chain(experts);

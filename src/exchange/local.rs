@@ -21,7 +21,7 @@ struct State {
     done: Vec<bool>,
 }
 
-/// The line of one rank to those of the same process. Dropping it before [`Local::end`] counts as a failure, so that a
+/// The line of one rank to those of the same process. Dropping it before [`Exchange::end`] counts as a failure, so that a
 /// thread that panics does not leave the others waiting.
 pub struct Local {
     shared: Arc<Shared>,
@@ -38,14 +38,6 @@ impl Local {
             changed: Condvar::new(),
         });
         (0..n).map(|rank| Self { shared: shared.clone(), rank, ended: false }).collect()
-    }
-
-    /// This rank has nothing more to say.
-    pub fn end(mut self) {
-        self.ended = true;
-        let rank = self.rank;
-        self.state().done[rank] = true;
-        self.shared.changed.notify_all();
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -94,6 +86,13 @@ impl Exchange for Local {
     fn fail(&mut self, message: &str) {
         self.failed(message);
     }
+
+    fn end(mut self: Box<Self>) {
+        self.ended = true;
+        let rank = self.rank;
+        self.state().done[rank] = true;
+        self.shared.changed.notify_all();
+    }
 }
 
 impl Drop for Local {
@@ -133,7 +132,7 @@ mod tests {
                     own = values(line.rank());
                     sum(&mut line, &mut own).unwrap();
                 }
-                line.end();
+                Box::new(line).end();
                 own
             });
             assert!(got.iter().all(|g| n == 1 || *g == expected), "{n}: {got:?}");
@@ -148,7 +147,7 @@ mod tests {
             let same = agree(&mut line, "layers 3\nexperts 8").is_ok();
             let facts = format!("layers 3\nexperts {}", if line.rank() == 2 { 7 } else { 8 });
             let differs = agree(&mut line, &facts).unwrap_err().to_string();
-            line.end();
+            Box::new(line).end();
             (String::from_utf8(said).unwrap(), same, differs)
         });
         for (said, same, differs) in got {

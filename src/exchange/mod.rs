@@ -4,10 +4,13 @@
 //! bits. A rank that fails says so with [`Exchange::fail`]; every other rank then gets its message as the error of the
 //! operation it is in, or of its next one.
 
+mod device;
 mod local;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 
+pub(crate) use device::Partial;
+pub use device::Ranks;
 pub use local::Local;
 
 use crate::error::{Error, ErrorKind, Result};
@@ -28,6 +31,9 @@ pub trait Exchange {
 
     /// Tells all other ranks that this one ends, and why. Nothing can be exchanged after it.
     fn fail(&mut self, message: &str);
+
+    /// This rank has nothing more to say.
+    fn end(self: Box<Self>);
 }
 
 /// Adds up `values` over all ranks, in rank order; every rank gets the sum. All must give the same number of values.

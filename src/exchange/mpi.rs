@@ -12,13 +12,15 @@ use crate::error::{Error, ErrorKind, Result};
 /// What a rank that failed gives instead of a length.
 const FAILED: i32 = -1;
 
-/// The line of this process to all others that `mpirun` started. Dropping it in a panic aborts the whole job, so that
-/// nobody waits for this process.
+/// The line of this process to all others that `mpirun` started. Dropping it before [`Exchange::end`] counts as a failure; in a panic
+/// it aborts the whole job, so that nobody waits for this process.
 pub struct Mpi {
     world: SimpleCommunicator,
     /// Finalises MPI when dropped, after `world`.
     _universe: Universe,
     failed: bool,
+    ended: bool,
+    local_rank: usize,
 }
 
 impl Mpi {
@@ -35,7 +37,14 @@ impl Mpi {
             return Err(fail("expected a library that allows calls from any one thread at a time"));
         }
         let world = universe.world();
-        Ok(Self { world, _universe: universe, failed: false })
+        // All ranks take part in this, so it is done here.
+        let local_rank = world.split_shared(world.rank()).rank() as usize;
+        Ok(Self { world, _universe: universe, failed: false, ended: false, local_rank })
+    }
+
+    /// This rank's number among those of the same machine.
+    pub fn local_rank(&self) -> usize {
+        self.local_rank
     }
 
     /// The lengths that all ranks give this one; `own` is what this one gives the others.
@@ -51,9 +60,10 @@ impl Mpi {
         let mut length = own.len() as u64;
         root.broadcast_into(&mut length);
         let mut bytes = own.as_bytes().to_vec();
-        bytes.resize(length as usize, 0);
+        // Never empty, as in `all_to_all`.
+        bytes.resize(length as usize + 1, 0);
         root.broadcast_into(&mut bytes[..]);
-        String::from_utf8_lossy(&bytes).into_owned()
+        String::from_utf8_lossy(&bytes[..length as usize]).into_owned()
     }
 
     /// Error of the first rank that gave no length.
@@ -85,8 +95,9 @@ impl Exchange for Mpi {
         let own: Vec<i32> = to.iter().map(|bytes| bytes.len() as i32).collect();
         let lengths = self.lengths(&own);
         self.check(&lengths)?;
-        let send = to.concat();
-        let mut received = vec![0u8; lengths.iter().map(|n| *n as usize).sum()];
+        // One byte more than is sent: an empty vector of bytes has the address 1, which Open MPI takes for `MPI_IN_PLACE`.
+        let send = [to.concat(), vec![0]].concat();
+        let mut received = vec![0u8; lengths.iter().map(|n| *n as usize).sum::<usize>() + 1];
         self.world.all_to_all_varcount_into(
             &Partition::new(&send[..], &own[..], &offsets(&own)[..]),
             &mut PartitionMut::new(&mut received[..], &lengths[..], &offsets(&lengths)[..]),
@@ -113,12 +124,20 @@ impl Exchange for Mpi {
             self.message_of(first, message);
         }
     }
+
+    // Finalising waits for the others.
+    fn end(mut self: Box<Self>) {
+        self.ended = true;
+    }
 }
 
 impl Drop for Mpi {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.world.abort(1);
+        }
+        if !self.ended {
+            self.fail("ended early");
         }
     }
 }

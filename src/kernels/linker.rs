@@ -95,6 +95,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "expert_gemm.wgsl",
     "lora_shrink.wgsl",
     "lora_expand.wgsl",
+    "lora_gather.wgsl",
     "activation.wgsl",
     "combine.wgsl",
     "embed.wgsl",

@@ -14,6 +14,7 @@ pub mod remap;
 pub mod align;
 pub mod expert_gemm;
 pub mod lora;
+pub mod lora_gather;
 pub mod activation;
 pub mod combine;
 pub mod embed;

@@ -7,7 +7,8 @@ use crate::dtype::DType;
 use crate::gpu::Tier;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
-    activation, align, attention, combine, embed, expert_gemm, localise, lora, norm, remap, rope, route, sample,
+    activation, align, attention, combine, embed, expert_gemm, localise, lora, lora_gather, norm, remap, rope, route,
+    sample,
 };
 use crate::plan::capabilities::Capabilities;
 use crate::plan::classes::classes;
@@ -72,6 +73,7 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
         all.push((&lora::LORA_SHRINK, lora::shrink_vars(caps, rows, tile)));
         all.push((&lora::LORA_EXPAND, lora::expand_vars(caps, rows, tile)));
     }
+    all.push((&lora_gather::LORA_GATHER, Vars::new()));
     let clamped = Activation::SwigluClamped { alpha: 1.702, limit: 7.0 };
     for kind in [Activation::Silu, Activation::Gelu, clamped, Activation::ReluSquared] {
         for dense in [false, true] {

@@ -54,6 +54,7 @@ impl Model {
         options: &LoadOptions<'_>,
     ) -> Result<(Self, Uploader<'c>)> {
         let config = checkpoint.config().clone();
+        config.family.check_decoder()?;
         check_sizes(&config)?;
         let share =
             ExpertShare::new(&options.placement, options.topology, config.moe.experts, config.moe.expert_width)?;
@@ -71,7 +72,9 @@ impl Model {
             .collect::<Result<Vec<_>>>()?;
         let up = loader.up;
         let bytes_resident = up.n_bytes();
-        Ok((Self { config, embedding, lm_head, final_norm, layers, share, bytes_resident }, up))
+        let (topology, placement) = (options.topology, options.placement.clone());
+        let model = Self { config, embedding, lm_head, final_norm, layers, topology, placement, share, bytes_resident };
+        Ok((model, up))
     }
 }
 

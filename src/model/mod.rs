@@ -1,18 +1,20 @@
 //! The decoder around the mixture-of-experts layer: resident weights, and one step recorded layer by layer.
 
 pub mod cache;
+mod commands;
 pub mod load;
 pub mod step;
 
 pub use cache::KvCache;
+pub use commands::Commands;
 pub use load::LoadOptions;
-pub use step::{Commands, StepTensors};
+pub use step::StepTensors;
 
 use crate::checkpoint::ModelConfig;
 use crate::kernels::View;
 use crate::kernels::expert_gemm::Weights;
 use crate::layer::MoeLayer;
-use crate::placement::ExpertShare;
+use crate::placement::{ExpertShare, PlacementRule, Topology};
 
 /// A model's weights on a device.
 #[derive(Debug)]
@@ -23,6 +25,8 @@ pub struct Model {
     pub(crate) lm_head: Option<Weights>,
     pub(crate) final_norm: View,
     pub(crate) layers: Vec<DecoderLayer>,
+    pub(crate) topology: Topology,
+    pub(crate) placement: PlacementRule,
     /// What this rank holds of every layer with experts.
     pub(crate) share: ExpertShare,
     pub(crate) bytes_resident: u64,
@@ -57,6 +61,16 @@ impl Model {
     /// Bytes of weights on the device, padding included.
     pub fn bytes_resident(&self) -> u64 {
         self.bytes_resident
+    }
+
+    /// This rank's place among all.
+    pub fn topology(&self) -> Topology {
+        self.topology
+    }
+
+    /// How experts are shared out.
+    pub fn placement(&self) -> &PlacementRule {
+        &self.placement
     }
 
     /// What this rank holds of every layer with experts.

@@ -12,6 +12,7 @@ use crate::checkpoint::untrusted::shown;
 use crate::checkpoint::{ModelConfig, TensorHeader};
 use crate::error::{Error, ErrorKind, Result};
 use crate::family::class::{ExpertTensor, Group, expert_tensor, group};
+use crate::family::table::Stored;
 use crate::placement::{Placement, PlacementRule, Topology};
 
 /// Which block scales (and zero points, group indices) of routed experts a rank reads.
@@ -40,14 +41,15 @@ pub struct ExpertLayout {
 }
 
 impl ExpertLayout {
-    /// The layout of the supported family of `config`.
+    /// The layout of the family of `config`.
     pub fn of(config: &ModelConfig) -> Self {
+        let table = config.family.table();
         Self {
             experts: config.moe.experts,
             width: config.moe.expert_width,
             layers: config.n_layers(),
-            interleaved: false,
-            transposed: false,
+            interleaved: table.interleaved,
+            transposed: table.stored != Stored::OutIn,
         }
     }
 }

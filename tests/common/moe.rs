@@ -41,8 +41,8 @@ const SCRATCH: [&str; 13] = [
 ];
 const SCRATCH_WORDS: usize = 1 << 15;
 
-/// Site, global expert, scale, A and B of one factor.
-type Decoded = (Site, usize, f32, Vec<f32>, Vec<f32>);
+/// Site, global expert, scale, A, B and bias of one factor.
+type Decoded = (Site, usize, f32, Vec<f32>, Vec<f32>, Option<Vec<f32>>);
 
 /// One layer, twice.
 pub struct Twin {
@@ -106,7 +106,7 @@ impl Twin {
         // Every attention projection is square.
         (config.heads, config.kv_heads, config.head_dim) = (1, 1, self.shape.hidden);
         let sites = LayerSites::new(&config, MlpKind::Experts, &self.share, slots);
-        PoolOptions { layers: vec![(sites, Some(self.share.clone()))], slots, budget: None }
+        PoolOptions { layers: vec![(sites, Some(self.share.clone()))], ends: None, slots, budget: None }
     }
 
     /// An empty pool for this layer alone.
@@ -136,16 +136,16 @@ impl Twin {
                 factors
                     .map(|f| {
                         let values = |m: &Matrix| m.dtype.decode(&m.bytes);
-                        (f.site, f.expert, f.scale, values(&f.a), values(&f.b))
+                        (f.site, f.expert, f.scale, values(&f.a), values(&f.b), f.bias.as_deref().map(values))
                     })
                     .collect()
             })
             .collect();
         let factors = |site: Site, v: usize| {
             let (slot, expert) = (v / owned.len(), owned[v % owned.len()]);
-            let (_, _, scale, a, b) = decoded[slot].iter().find(|(s, e, ..)| (*s, *e) == (site, expert))?;
+            let (_, _, scale, a, b, bias) = decoded[slot].iter().find(|(s, e, ..)| (*s, *e) == (site, expert))?;
             let inner = if site == Site::ExpertDown { self.shape.expert_width } else { self.shape.hidden };
-            Some(reference::Factors { rank: a.len() / inner, scale: *scale, a, b })
+            Some(reference::Factors { rank: a.len() / inner, scale: *scale, a, b, bias: bias.as_deref() })
         };
         reference::moe_layer(&layer, x, mapping, adapters.len(), &factors)
     }
@@ -282,6 +282,16 @@ pub fn adapter_of(shape: MoeShape, seed: u64, rank: usize, dtype: DType, sites: 
     Adapter { path: PathBuf::new(), factors, bytes_read: 0, share: None }
 }
 
+/// The same adapter with a bias of `dtype` on every second factor.
+pub fn biased(seed: u64, dtype: DType, mut adapter: Adapter) -> Adapter {
+    let mut rng = Rng::new(seed);
+    for f in adapter.factors.iter_mut().step_by(2) {
+        let bytes = dtype.encode(&rng.floats(f.b.rows));
+        f.bias = Some(Arc::new(Matrix { dtype, rows: f.b.rows, cols: 1, bytes }));
+    }
+    adapter
+}
+
 /// What a rank that holds `share` reads of an adapter.
 pub fn cut(adapter: &Adapter, share: &ExpertShare) -> Adapter {
     let columns = share.width();
@@ -296,8 +306,15 @@ pub fn cut(adapter: &Adapter, share: &ExpertShare) -> Adapter {
     let factors = held.map(|f| {
         let mut f = f.clone();
         match f.site {
-            Site::ExpertDown => f.a = part(&f.a, 0..f.a.rows, columns.clone()),
-            site if of_expert(site) => f.b = part(&f.b, columns.clone(), 0..f.b.cols),
+            Site::ExpertDown => {
+                f.a = part(&f.a, 0..f.a.rows, columns.clone());
+                // The rank with the first columns adds it.
+                f.bias = f.bias.filter(|_| columns.start == 0);
+            }
+            site if of_expert(site) => {
+                f.b = part(&f.b, columns.clone(), 0..f.b.cols);
+                f.bias = f.bias.map(|bias| part(&bias, columns.clone(), 0..1));
+            }
             _ => {}
         }
         f

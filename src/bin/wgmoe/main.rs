@@ -5,6 +5,7 @@ mod devices;
 mod inspect;
 mod logits;
 mod perplexity;
+mod ranks;
 mod requests;
 mod run;
 mod score;
@@ -96,6 +97,14 @@ impl Device {
     /// Opens the device; a `--device` that matches none is a usage error that lists what there is.
     fn open(&self) -> anyhow::Result<Gpu> {
         self.open_tier(self.tier()?)
+    }
+
+    /// The device number `index`, else the one asked for.
+    fn open_at(&self, index: Option<usize>, tier: Option<Tier>) -> anyhow::Result<Gpu> {
+        match index {
+            Some(index) => Ok(Gpu::new(&GpuOptions { device: Some(index.to_string()), tier })?),
+            None => self.open_tier(tier),
+        }
     }
 
     fn open_tier(&self, tier: Option<Tier>) -> anyhow::Result<Gpu> {
