@@ -37,7 +37,7 @@ impl StepMessage {
 
     /// The inverse; `None` for other bytes.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
-        if bytes.len() % 4 != 0 {
+        if !bytes.len().is_multiple_of(4) {
             return None;
         }
         let words: Vec<u32> = bytemuck::pod_collect_to_vec(bytes);
