@@ -116,3 +116,20 @@ kernel_tests() {
     for file in tests/kernels_*.rs; do echo --test "$(basename "$file" .rs)"; done
     echo --test layer --test logits
 }
+
+# run_tests NAME HOW [VARIABLE=VALUE...] -- ARGUMENT...: tests on Vulkan, with the stages that they compiled as evidence.
+run_tests() {
+    local log=$WORK/logs/$STEP-$1.log name=$1 how=$2 environment=()
+    shift 2
+    while [ "$1" != -- ]; do
+        environment+=("$1")
+        shift
+    done
+    shift
+    (
+        export "${environment[@]}"
+        logged_cargo "$log" test --locked "$@"
+    )
+    evidence_of_log "$log" vulkan "$how"
+    shown "$name: $(tests_passed "$log") tests"
+}

@@ -38,7 +38,9 @@ impl Engine {
     /// # Errors
     /// When the device was lost, refuses a shader or has no memory left; the engine should be dropped then.
     pub fn begin_step(&mut self) -> Result<bool> {
-        self.runner.gpu.check()?;
+        if let Err(e) = self.runner.gpu.check() {
+            return Err(self.told(e));
+        }
         // Several ranks: the others are told tokens, so the step before must have arrived.
         let depth = if self.ranks.is_some() { 1 } else { DEPTH };
         if self.in_flight.len() >= depth {
@@ -50,12 +52,17 @@ impl Engine {
             return Ok(false);
         }
         if let Err(e) = self.record(batch) {
-            return Err(match &mut self.ranks {
-                Some(ranks) => tell(ranks, e),
-                None => e,
-            });
+            return Err(self.told(e));
         }
         Ok(true)
+    }
+
+    /// The error, of which the other ranks have been told.
+    fn told(&mut self, e: Error) -> Error {
+        match &mut self.ranks {
+            Some(ranks) => tell(ranks, e),
+            None => e,
+        }
     }
 
     /// Gives waiting sequences a place, in order; the first that does not fit holds back those behind it.
