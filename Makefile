@@ -9,12 +9,15 @@ export NODEVICE_SELECT := 1
 with = if cargo $(1) --version >/dev/null 2>&1 || [ -n "$$CI" ]; then echo '$(2)'; $(2); \
 	else echo 'skipped: cargo $(1) is not installed'; fi
 
-.PHONY: help demo demo-full test check release devices bench
+.PHONY: help demo demo-full test test-mpi test-portability web check release devices bench
 
 help:
 	@echo 'make demo       six prompts, base and four adapters, thirty sequences in one batch'
 	@echo 'make demo-full  the same on every tier, all 640 answers, and 25 perplexities against the references'
 	@echo 'make test       formatting, lints, tests, doc tests, documentation, build without the command line'
+	@echo 'make test-mpi   the tests of ranks as processes; a part of make test'
+	@echo 'make test-portability   what this Linux machine can show about other systems; writes docs/PORTABILITY.md'
+	@echo 'make web        serves a page that runs a layer in your browser, through WebGPU'
 	@echo 'make check      the part of make test that needs no GPU and runs nothing'
 	@echo 'make devices    the GPUs of this machine, with driver and limits'
 	@echo 'make bench      benchmarks of the kernels and of the demonstration model'
@@ -39,6 +42,18 @@ devices:
 	@sh scripts/setup-vulkan.sh $(TARGET)/debug/wgmoe
 	@$(TARGET)/debug/wgmoe devices
 
+# Ranks as processes. Without MPI it is said, not failed; continuous integration (CI=true) needs it.
+test-mpi:
+	@if sh scripts/setup-mpi.sh; then cargo test --locked --features mpi --test mpi; else [ -z "$$CI" ]; fi
+
+# Minutes, and packages from Debian, npm and PyPI. Needs what is in portability/ and nothing of `make test`.
+test-portability:
+	@bash portability/run.sh
+
+web:
+	WGMOE_TRACE=examples/web/layer.json cargo test --locked --test trace
+	python3 -m http.server --bind 127.0.0.1 --directory examples/web 8000
+
 check:
 	@$(call with,fmt,cargo fmt --check)
 	@$(call with,clippy,cargo clippy --locked --all-targets -- -D warnings)
@@ -47,4 +62,5 @@ check:
 test: devices check
 	cargo test --locked --lib --bins --tests
 	cargo test --locked --doc
+	@$(MAKE) --no-print-directory test-mpi
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps

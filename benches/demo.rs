@@ -5,7 +5,7 @@
 use std::path::Path;
 use std::time::Instant;
 
-use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, Event, Gpu, GpuOptions, Model, Request};
+use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, Event, Gpu, GpuOptions, LoadOptions, Model, Request};
 
 const FOLDER: &str = "examples/demo";
 const ADAPTERS: [&str; 4] = ["shout", "mirror", "piglatin", "rot13"];
@@ -30,7 +30,7 @@ fn main() {
 
 fn engine(gpu: &Gpu) -> Engine {
     let checkpoint = Checkpoint::open(&Path::new(FOLDER).join("base")).expect("the demonstration model");
-    let model = Model::load(gpu, &checkpoint, &mut |_, _| {}).expect("a model");
+    let (model, _) = Model::load(gpu, &checkpoint, &LoadOptions::default(), &mut |_, _| {}).expect("a model");
     let mut engine = Engine::new(gpu, model, EngineOptions::default()).expect("an engine");
     for name in ADAPTERS {
         let adapter =

@@ -12,16 +12,16 @@ use wgmoe::activation::Activation;
 use wgmoe::adapter::pool::{AdapterId, AdapterPool};
 use wgmoe::adapter::sites::LayerSites;
 use wgmoe::adapter::{Adapter, Factor, Matrix, Site};
-use wgmoe::checkpoint::{MlpKind, ModelConfig};
+use wgmoe::checkpoint::{Block, MlpKind, ModelConfig};
 use wgmoe::dtype::DType;
 use wgmoe::family::Family;
 use wgmoe::kernels::{Recording, View};
 use wgmoe::layer::{LoraBatch, MoeLayer, MoeTensors};
-use wgmoe::placement::Placement;
+use wgmoe::placement::ExpertShare;
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::router::RouteOptions;
 use wgmoe::shape::MoeShape;
-use wgmoe::upload::Uploader;
+use wgmoe::upload::{StreamOptions, Uploader};
 use wgmoe::{Gpu, GpuOptions};
 
 const ADAPTERS: usize = 8;
@@ -97,29 +97,33 @@ fn random(n: usize, scale: f32, seed: u64) -> Vec<u8> {
 impl Bench {
     fn new(gpu: &Gpu, shape: MoeShape) -> Self {
         let MoeShape { experts, hidden: d, expert_width: f, .. } = shape;
-        let mut progress = |_, _| {};
-        let mut up = Uploader::new(gpu, 0, &mut progress);
+        let mut up = Uploader::new(gpu);
         let scale = 1.0 / (d as f32).sqrt();
         // One expert's bytes at a time would need an owner each; a single random block, entered at other places, is as
         // random for a kernel.
         let size = 2 * f * d * 2;
         let block = random((size + 2 * experts * 64) / 2, scale, 1);
-        let window = |e: usize, bytes: usize| Ok(vec![(DType::Bf16, &block[e * 64..e * 64 + bytes])]);
+        let window = |e: usize, rows: usize, cols: usize| {
+            Ok(vec![Block::borrowed(DType::Bf16, [rows, cols], &block[e * 64..e * 64 + rows * cols * 2])?])
+        };
         let router = random(experts * d, scale, 2);
         let layer = MoeLayer {
             shape,
             experts,
-            local_table: None,
-            router: up.stack("router", 1, [experts, d], &|_| Ok(vec![(DType::Bf16, &router[..])])).expect("room"),
+            width: f,
+            owners: None,
+            router: up
+                .stack("router", 1, [experts, d], &|_| Ok(vec![Block::borrowed(DType::Bf16, [experts, d], &router)?]))
+                .expect("room"),
             options: RouteOptions::default(),
-            gate_up: up.stack("gate_up", experts, [2 * f, d], &|e| window(e, size)).expect("room"),
-            down: up.stack("down", experts, [d, f], &|e| window(e, size / 2)).expect("room"),
+            gate_up: up.stack("gate_up", experts, [2 * f, d], &|e| window(e, 2 * f, d)).expect("room"),
+            down: up.stack("down", experts, [d, f], &|e| window(e, d, f)).expect("room"),
             activation: Activation::Silu,
         };
-        up.settle().expect("a device");
-        let sites = LayerSites::new(&config(shape), MlpKind::Experts, experts, ADAPTERS);
-        let placement = Placement::linear(experts, 1, 0).expect("one rank");
-        let mut pool = AdapterPool::new(gpu, vec![(sites, Some(placement))], ADAPTERS).expect("room");
+        up.run(&StreamOptions::default(), &mut |_, _| {}).expect("a device");
+        let share = ExpertShare::whole(experts, f).expect("one rank");
+        let sites = LayerSites::new(&config(shape), MlpKind::Experts, &share, ADAPTERS);
+        let mut pool = AdapterPool::new(gpu, vec![(sites, Some(share))], ADAPTERS).expect("room");
         for a in 0..ADAPTERS {
             let adapter = adapter(shape, a as u64);
             pool.pin(AdapterId::new(a as u64), &adapter).expect("room").expect("a slot");
@@ -261,10 +265,10 @@ fn adapter(shape: MoeShape, seed: u64) -> Adapter {
         for expert in 0..experts {
             let seed = (seed * 1000 + expert as u64) * 8 + i as u64 * 2;
             let (a, b) = (matrix(RANK, input, seed), matrix(out, RANK, seed + 1));
-            factors.push(Factor { layer: 0, site, expert, rank: RANK, scale: 2.0, a, b });
+            factors.push(Factor { layer: 0, site, expert, rank: RANK, scale: 2.0, a, b, bias: None });
         }
     }
-    Adapter { path: PathBuf::from("random"), factors, bytes_read: 0 }
+    Adapter { path: PathBuf::from("random"), factors, bytes_read: 0, share: None }
 }
 
 fn config(shape: MoeShape) -> ModelConfig {
@@ -280,9 +284,11 @@ fn config(shape: MoeShape) -> ModelConfig {
         max_positions: 8,
         tie_embeddings: true,
         dense_width: 8,
+        shared_width: 0,
         moe: shape,
         norm_topk_prob: true,
         layers: vec![MlpKind::Experts],
+        mixers: Vec::new(),
         stop_ids: Vec::new(),
     }
 }

@@ -3,12 +3,13 @@
 //! `cargo run --release --example layer`
 
 use wgmoe::activation::Activation;
+use wgmoe::checkpoint::Block;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::{Recording, View};
 use wgmoe::layer::{MoeLayer, MoeTensors};
 use wgmoe::router::RouteOptions;
 use wgmoe::shape::MoeShape;
-use wgmoe::upload::Uploader;
+use wgmoe::upload::{StreamOptions, Uploader};
 use wgmoe::{Gpu, Result};
 
 fn main() -> Result<()> {
@@ -32,18 +33,24 @@ fn main() -> Result<()> {
     let router = values(shape.experts * d, 1);
     let gate_up: Vec<Vec<u8>> = (0..shape.experts).map(|e| values(2 * f * d, 2 + e)).collect();
     let down: Vec<Vec<u8>> = (0..shape.experts).map(|e| values(d * f, 20 + e)).collect();
-    let mut no_progress = |_done, _total| {};
-    let mut up = Uploader::new(&gpu, 0, &mut no_progress);
+    let mut up = Uploader::new(&gpu);
     let layer = MoeLayer {
         shape,
         experts: shape.experts,
-        local_table: None,
-        router: up.stack("router", 1, [shape.experts, d], &|_| Ok(vec![(DType::Bf16, &router[..])]))?,
+        width: f,
+        owners: None,
+        router: up.stack("router", 1, [shape.experts, d], &|_| {
+            Ok(vec![Block::borrowed(DType::Bf16, [shape.experts, d], &router)?])
+        })?,
         options: RouteOptions::default(),
-        gate_up: up.stack("gate_up", shape.experts, [2 * f, d], &|e| Ok(vec![(DType::Bf16, &gate_up[e][..])]))?,
-        down: up.stack("down", shape.experts, [d, f], &|e| Ok(vec![(DType::Bf16, &down[e][..])]))?,
+        gate_up: up.stack("gate_up", shape.experts, [2 * f, d], &|e| {
+            Ok(vec![Block::borrowed(DType::Bf16, [2 * f, d], &gate_up[e])?])
+        })?,
+        down: up
+            .stack("down", shape.experts, [d, f], &|e| Ok(vec![Block::borrowed(DType::Bf16, [d, f], &down[e])?]))?,
         activation: Activation::Silu,
     };
+    up.run(&StreamOptions::default(), &mut |_done, _total| {})?;
 
     // Five tokens, through the caller's encoder and pass.
     let tokens = 5;

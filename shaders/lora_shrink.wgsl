@@ -51,7 +51,9 @@ fn main(
     let projection = workgroup.x / rank_tiles;
     let factor = index[params.index_base + u32(label) * params.projections + projection];
     let rank = factor.rank_type & 0xffffu;
-    let storage = factor.rank_type >> 16u;
+    let storage = (factor.rank_type >> 16u) & 0xffu;
+    // A bias is a column of B whose element of u is the scale alone.
+    let a_rows = rank - (factor.rank_type >> 24u);
     let r_begin = workgroup.x % rank_tiles * block;
     // u is read in whole vec4: the rows up to the next multiple of eight are written as 0.
     let padded_rank = (rank + 7u) / 8u * 8u;
@@ -65,7 +67,7 @@ fn main(
     {% else %}
     let r{{ j }} = r_begin + lane;
     {% endif %}
-    let w_row{{ j }} = min(r{{ j }}, rank - 1u) * groups;
+    let w_row{{ j }} = min(r{{ j }}, a_rows - 1u) * groups;
     {% for i in range(tile) %}
     var sum{{ i }}_{{ j }} = 0.0;
     {% endfor %}
@@ -78,7 +80,7 @@ fn main(
         {% for i in range(tile) %}
         if (pair{{ i }} < params.rows{% if depth_lanes %} && subgroup_lane == {{ (i * per_lane + j) % depth_lanes }}u{% endif %}) {
             let at = (pair{{ i }} * params.projections + projection) * params.max_rank + r{{ j }};
-            u[at] = select(0.0, sum{{ i }}_{{ j }} * factor.scale, r{{ j }} < rank);
+            u[at] = select(0.0, select(1.0, sum{{ i }}_{{ j }}, r{{ j }} < a_rows) * factor.scale, r{{ j }} < rank);
         }
         {% endfor %}
     }

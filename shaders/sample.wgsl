@@ -40,6 +40,9 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     }
     let pick = picks[row];
     let base = pick.row * params.vocab;
+    // Decided before the first loop: after a loop whose end depends on the lane, FXC takes all that the loop has read for
+    // different in each lane, and refuses barriers that depend on it.
+    let limited = pick.top_k > 0u && pick.top_k < params.vocab;
     var key = 0u;
     var id = 0xffffffffu;
     for (var i = lane; i < params.vocab; i = i + {{ lanes }}u) {
@@ -55,7 +58,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         let most = key_value(max(top, 1u));
         // Largest key that at least top_k logits reach.
         var floor_key = 1u;
-        if (pick.top_k > 0u && pick.top_k < params.vocab) {
+        if (limited) {
             var found = 0u;
             for (var bit = 0x80000000u; bit > 0u; bit = bit / 2u) {
                 var count = 0.0;

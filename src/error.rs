@@ -31,6 +31,10 @@ pub enum ErrorKind {
     Request,
     /// Tokenizer or chat template.
     Text,
+    /// Ended because the caller asked for it.
+    Cancelled,
+    /// Another rank failed, or ranks do not agree.
+    Rank,
 }
 
 /// A failure: its [`ErrorKind`] and a message that names the file, tensor or option and what was expected.

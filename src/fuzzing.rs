@@ -41,6 +41,6 @@ pub fn adapter_config(bytes: &[u8]) -> bool {
             assert!(config.scale_of(name, rank).is_ok_and(f32::is_finite) || config.scale_of(name, rank).is_err());
         }
     }
-    let _ = (config.peft_version(), config.expert_columns());
+    let _ = (config.peft_version(), config.expert_columns(), config.has_bias(), config.ties_weights());
     true
 }

@@ -1,7 +1,7 @@
 //! The device: which adapters exist, what they can do, and the shared state of everything recorded on one of them.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use serde::Serialize;
 
@@ -84,6 +84,11 @@ pub struct GpuInfo {
 }
 
 impl GpuInfo {
+    /// A DX12 device that would have more than the baseline tier if its shaders were compiled by DXC.
+    fn lacks_dxc(&self) -> bool {
+        self.backend == "dx12" && self.tiers == [Tier::Baseline]
+    }
+
     /// Whether `text` means this one of `n` devices: its index, else a part of its name in any case. A number that is no
     /// index can be part of a name, as in `4090`.
     pub fn matches(&self, text: &str, n: usize) -> bool {
@@ -115,6 +120,8 @@ struct Inner {
     info: GpuInfo,
     tier: Tier,
     capabilities: Capabilities,
+    /// Why the device was lost. Only a device of our own says so.
+    lost: Arc<OnceLock<String>>,
     pipelines: Mutex<HashMap<PipelineKey, Arc<Pipeline>>>,
     layouts: Mutex<HashMap<(usize, usize), wgpu::BindGroupLayout>>,
 }
@@ -182,6 +189,10 @@ fn describe(index: usize, adapter: &wgpu::Adapter) -> GpuInfo {
     }
 }
 
+/// What a DX12 device without subgroup operations may lack. FXC, which every Windows has, compiles for shader model 5.1
+/// and so the baseline tier alone.
+const DXC_HINT: &str = "if its driver is of this decade, put Microsoft's DXC (dxcompiler.dll, 1.8.2502 or newer) beside the program: without it DX12 has the baseline tier alone";
+
 const NO_DEVICE: &str = "no Vulkan, Metal or DX12 device found; on Debian `apt-get install mesa-vulkan-drivers libvulkan1` brings a software one";
 
 impl Gpu {
@@ -225,7 +236,26 @@ impl Gpu {
             .map_err(|e| Error::new(ErrorKind::Device, format!("device `{}`: {e}", adapter.get_info().name)))?;
         // Only on a device of our own: a caller's device keeps the caller's handler.
         device.on_uncaptured_error(Arc::new(|e| log::error!("device: {e}")));
-        Self::build(adapter, device, queue, index, options.tier)
+        let lost = Arc::new(OnceLock::new());
+        let flag = lost.clone();
+        device.set_device_lost_callback(move |reason, message| {
+            // The first reason stays.
+            let _ = flag.set(format!("{reason:?}: {message}"));
+        });
+        Self::build(adapter, device, queue, index, options.tier, lost)
+    }
+
+    /// The adapter at `index` of [`Gpu::list`], for a device of the caller's own. Blocks.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Device`] when there are not so many.
+    pub fn adapter(index: usize) -> Result<wgpu::Adapter> {
+        let mut all = pollster::block_on(adapters(&instance()));
+        if index >= all.len() {
+            let message = format!("device {index}: expected an index below {}, the number of devices", all.len());
+            return Err(Error::new(ErrorKind::Device, message));
+        }
+        Ok(all.swap_remove(index))
     }
 
     /// What a device must be created with, so that [`Gpu::from_wgpu`] can use all that `adapter` offers.
@@ -267,7 +297,7 @@ impl Gpu {
         queue: wgpu::Queue,
         tier: Option<Tier>,
     ) -> Result<Self> {
-        Self::build(adapter, device, queue, 0, tier)
+        Self::build(adapter, device, queue, 0, tier, Arc::default())
     }
 
     fn build(
@@ -276,6 +306,7 @@ impl Gpu {
         queue: wgpu::Queue,
         index: usize,
         tier: Option<Tier>,
+        lost: Arc<OnceLock<String>>,
     ) -> Result<Self> {
         let mut info = describe(index, adapter);
         let limits = device.limits();
@@ -294,10 +325,15 @@ impl Gpu {
         let tier = tier.unwrap_or(best);
         if !info.tiers.contains(&tier) {
             let offered: Vec<String> = info.tiers.iter().map(Tier::to_string).collect();
-            return Err(Error::new(
-                ErrorKind::Device,
-                format!("tier `{tier}`: not available on `{}`, which offers {}", info.name, offered.join(", ")),
-            ));
+            let mut message =
+                format!("tier `{tier}`: not available on `{}`, which offers {}", info.name, offered.join(", "));
+            if info.lacks_dxc() {
+                message = format!("{message}; {DXC_HINT}");
+            }
+            return Err(Error::new(ErrorKind::Device, message));
+        }
+        if info.lacks_dxc() {
+            log::warn!("device `{}`: {DXC_HINT}", info.name);
         }
         let capabilities = Capabilities::new(&info, &limits, adapter.get_downlevel_capabilities().flags, tier)?;
         Ok(Self {
@@ -307,10 +343,18 @@ impl Gpu {
                 info,
                 tier,
                 capabilities,
+                lost,
                 pipelines: Mutex::default(),
                 layouts: Mutex::default(),
             }),
         })
+    }
+
+    /// The same device with submissions of at most `macs` multiply-accumulates, where a layer does not need more: fewer
+    /// than [`Capabilities::macs_per_submission`] for a slow GPU that also draws a desktop, whose driver resets it after
+    /// about two seconds of work in one submission.
+    pub fn with_macs_per_submission(&self, macs: u64) -> Self {
+        self.with_capabilities(Capabilities { macs_per_submission: macs.max(1), ..self.capabilities().clone() })
     }
 
     /// The same device and queue with other decisions, which it must be able to run: so that tests meet the variants
@@ -323,10 +367,24 @@ impl Gpu {
             info: self.info().clone(),
             tier: capabilities.tier,
             capabilities,
+            lost: self.inner.lost.clone(),
             pipelines: Mutex::default(),
             layouts: Mutex::default(),
         };
         Self { inner: Arc::new(inner) }
+    }
+
+    /// Fails once the device is known to be lost: by a reset of the driver, removal, or [`wgpu::Device::destroy`].
+    /// Nothing made on it can be used then; another [`Gpu`] can be opened. A caller's own device is only found out
+    /// when results are read.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Device`] with the reason.
+    pub fn check(&self) -> Result<()> {
+        match self.inner.lost.get() {
+            None => Ok(()),
+            Some(why) => Err(Error::new(ErrorKind::Device, format!("device `{}`: lost, {why}", self.info().name))),
+        }
     }
 
     /// The adapter behind this device.
@@ -365,8 +423,10 @@ impl Gpu {
     /// Makes an empty storage buffer of `bytes` (rounded up to 16).
     ///
     /// # Errors
-    /// [`ErrorKind::Limit`] above the device's buffer limit, [`ErrorKind::OutOfMemory`] when the device has none left.
+    /// [`ErrorKind::Limit`] above the device's buffer limit, [`ErrorKind::OutOfMemory`] when the device has none left,
+    /// [`ErrorKind::Device`] when it was lost.
     pub fn buffer(&self, label: &str, bytes: u64, extra: wgpu::BufferUsages) -> Result<wgpu::Buffer> {
+        self.check()?;
         let size = bytes.max(16).next_multiple_of(16);
         if size > self.inner.info.max_buffer_bytes {
             return Err(Error::new(

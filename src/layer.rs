@@ -10,6 +10,7 @@ use crate::kernels::expert_gemm::{ExpertGemm, Rows, Weights};
 use crate::kernels::expert_gemm_matrix::ExpertGemmMatrix;
 use crate::kernels::localise::Localise;
 use crate::kernels::lora::{self, Factors, Lora, LoraSite};
+use crate::kernels::lora_gather::LoraGather;
 use crate::kernels::pack::Packed;
 use crate::kernels::remap::Remap;
 use crate::kernels::route::Route;
@@ -27,15 +28,17 @@ pub struct MoeLayer {
     pub shape: MoeShape,
     /// E_l: experts this rank holds.
     pub experts: usize,
-    /// i32 `[E]` global id to local id or -1; `None` when this rank holds all experts in order.
-    pub local_table: Option<View>,
+    /// F_l: columns of each that this rank holds, padded with zero weights to a multiple of 8; F where it holds all.
+    pub width: usize,
+    /// [`Owner`](crate::placement::Owner) `[E]`; `None` when this rank alone holds all experts in order.
+    pub owners: Option<View>,
     /// Router, one matrix `[E, D]`.
     pub router: Weights,
     /// Selection rule.
     pub options: RouteOptions,
-    /// gate rows, then up rows of each expert (interleaved for the clamped swiglu): `[E_l, 2F, D]`.
+    /// gate rows, then up rows of each expert (interleaved for the clamped swiglu): `[E_l, 2F_l, D]`.
     pub gate_up: Weights,
-    /// `[E_l, D, F]`.
+    /// `[E_l, D, F_l]`.
     pub down: Weights,
     /// Between the two.
     pub activation: Activation,
@@ -50,7 +53,7 @@ pub struct LoraBatch {
     pub slots: usize,
     /// Adapters that occur in the batch, at least 1.
     pub adapters: usize,
-    /// Largest rank among them.
+    /// Largest rank among them, a bias counted.
     pub max_rank: usize,
     /// Tokens sorted by slot, where there are enough of them.
     pub aligned: Option<Aligned>,
@@ -99,11 +102,22 @@ impl LoraBatch {
         x: &View,
         y: &View,
     ) -> Result<()> {
+        self.dense(site, factors, tokens, x, y).record(rec, pass)
+    }
+
+    /// The stage of a site that works on whole tokens.
+    fn dense<'a>(
+        &'a self,
+        site: &'a LoraSite,
+        factors: &'a Factors,
+        tokens: usize,
+        x: &'a View,
+        y: &'a View,
+    ) -> Lora<'a> {
         let select = match &self.aligned {
             Some(aligned) => Rows::Tiles(aligned),
             None => Rows::Pairs(&self.token_lora_mapping),
         };
-        let y_stride = site.out_dims.iter().sum();
         Lora {
             rows: tokens,
             row_div: 1,
@@ -114,9 +128,30 @@ impl LoraBatch {
             factors,
             x,
             y,
-            y_stride,
+            y_stride: site.out_dims.iter().sum(),
         }
-        .record(rec, pass)
+    }
+
+    /// Records the adapters of the embedding: `hidden`, f32 `[T, D]`, is added to. `row_table` and `last_ids` are those of
+    /// [`Embed`](crate::kernels::embed::Embed).
+    ///
+    /// # Errors
+    /// Those of the LoRA stages.
+    #[allow(clippy::too_many_arguments, reason = "the arguments are the site's operands")]
+    pub fn record_embedding(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        site: &LoraSite,
+        factors: &Factors,
+        tokens: usize,
+        [row_table, last_ids]: [&View; 2],
+        hidden: &View,
+    ) -> Result<()> {
+        let u = rec.scratch("lora u", (tokens * self.max_rank.next_multiple_of(8) * 4) as u64)?;
+        let (slots, max_rank) = (self.slots, self.max_rank);
+        LoraGather { rows: tokens, row_table, last_ids, slots, max_rank, site, factors, u: &u }.record(rec, pass)?;
+        self.dense(site, factors, tokens, &u, hidden).record_expand(rec, pass, &u)
     }
 }
 
@@ -137,7 +172,8 @@ pub struct MoeTensors<'a> {
 }
 
 impl MoeLayer {
-    /// Records the layer into the caller's pass. Nothing is submitted.
+    /// Records the layer into the caller's pass. Nothing is submitted. A rank without experts or columns routes, so that the
+    /// status is the same on all ranks, and adds nothing.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] for experts without a gate; when the device refuses a shader or has no room for scratch.
@@ -145,7 +181,8 @@ impl MoeLayer {
         if self.activation == Activation::ReluSquared {
             return Err(Error::new(ErrorKind::Unsupported, "layer: experts without a gate are not implemented"));
         }
-        let MoeShape { experts: e, top_k: a, hidden: d, expert_width: f } = self.shape;
+        let MoeShape { experts: e, top_k: a, hidden: d, .. } = self.shape;
+        let f = self.width;
         let caps = rec.gpu().capabilities().clone();
         let pairs = t.tokens * a;
 
@@ -182,14 +219,39 @@ impl MoeLayer {
             status: t.status,
         }
         .record(rec, pass)?;
+        if self.experts == 0 || f == 0 {
+            if t.accumulate {
+                return Ok(());
+            }
+            // A sum over no pair: nothing of y, weights and ids is read.
+            let nothing = Combine {
+                tokens: t.tokens,
+                top_k: 0,
+                hidden: d,
+                y: &logits,
+                topk_weights: &topk_weights,
+                ids: &topk_ids,
+                out: t.out,
+                accumulate: false,
+            };
+            return nothing.record(rec, pass);
+        }
 
         // This rank's ids.
-        let ids = match &self.local_table {
+        let ids = match &self.owners {
             None => topk_ids,
-            Some(table) => {
+            Some(owners) => {
                 let local_ids = rec.scratch("local_ids", (pairs * 4) as u64)?;
-                Localise { pairs, valid_pairs: pairs, experts: e, topk_ids: &topk_ids, table, local_ids: &local_ids }
-                    .record(rec, pass)?;
+                Localise {
+                    pairs,
+                    valid_pairs: pairs,
+                    experts: e,
+                    top_k: a,
+                    topk_ids: &topk_ids,
+                    owners,
+                    local_ids: &local_ids,
+                }
+                .record(rec, pass)?;
                 local_ids
             }
         };
@@ -294,7 +356,7 @@ impl MoeLayer {
         pairs: usize,
         ids: &View,
     ) -> Result<Option<Aligned>> {
-        let matrix = caps.matrix && self.gate_up.exponent.is_some() && self.down.exponent.is_some();
+        let matrix = caps.matrix && self.gate_up.exponent.get().is_some() && self.down.exponent.get().is_some();
         let tile = if matrix { matrix::tile(pairs, self.experts) } else { rows::tile(pairs, self.experts) };
         let Some(tile) = tile else { return Ok(None) };
         let columns: Vec<u32> = self.gate_up.columns(caps, tile).chain(self.down.columns(caps, tile)).collect();

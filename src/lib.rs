@@ -30,6 +30,7 @@ pub mod upload;
 pub mod adapter;
 pub mod kernels;
 pub mod layer;
+pub mod exchange;
 pub mod model;
 pub mod engine;
 #[cfg(feature = "text")]
@@ -41,11 +42,11 @@ pub mod fuzzing;
 
 pub use adapter::Adapter;
 pub use checkpoint::{Checkpoint, ModelConfig};
-pub use engine::{Engine, EngineOptions, Event, FinishReason, Request, Sampling};
+pub use engine::{Engine, EngineOptions, Event, FinishReason, Request, Sampling, Worker};
 pub use error::{Error, ErrorKind, Result};
 pub use gpu::{Gpu, GpuInfo, GpuOptions, Tier};
 pub use layer::MoeLayer;
-pub use model::Model;
+pub use model::{LoadOptions, Model};
 
 /// Compiles the README's code.
 #[cfg(doctest)]

@@ -1,21 +1,50 @@
 //! Which rank holds which expert, and under which local number: the only place that knows.
 
 mod rule;
+mod share;
 mod topology;
 
 pub use rule::PlacementRule;
+pub use share::ExpertShare;
 pub use topology::Topology;
 
 use crate::error::{Error, ErrorKind, Result};
 
+/// Where one rank finds an expert. Laid out as `struct Owner` of `localise.wgsl`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub struct Owner {
+    /// Local number, -1 where this rank does not hold the expert.
+    pub local: i32,
+    /// Which copy this rank holds in the low half, the number of copies in the high half.
+    copy_and_copies: u32,
+}
+
+impl Owner {
+    /// The expert under the local number `local` (-1: not here); this rank's copy is number `copy` of `copies`.
+    pub const fn new(local: i32, copy: u16, copies: u16) -> Self {
+        Self { local, copy_and_copies: copy as u32 | (copies as u32) << 16 }
+    }
+
+    /// Which copy this rank holds; of no meaning where it holds none.
+    pub const fn copy(self) -> usize {
+        (self.copy_and_copies & 0xffff) as usize
+    }
+
+    /// Ranks that hold a copy, at least 1.
+    pub const fn copies(self) -> usize {
+        let copies = (self.copy_and_copies >> 16) as usize;
+        if copies == 0 { 1 } else { copies }
+    }
+}
+
 /// The experts that one rank holds, out of all E. Local numbers follow the order of the global ids.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Placement {
-    experts: usize,
     ranks: usize,
     rank: usize,
-    /// Global id to local number, -1 for experts that live elsewhere.
-    local: Vec<i32>,
+    /// By global id.
+    owners: Vec<Owner>,
 }
 
 impl Placement {
@@ -27,13 +56,13 @@ impl Placement {
         let (base, extra) = (experts / ranks, experts % ranks);
         let first = rank * base + rank.min(extra);
         let n = base + usize::from(rank < extra);
-        Ok(Self::of(experts, ranks, rank, |expert| (first..first + n).contains(&expert)))
+        Ok(Self::of(ranks, rank, (0..experts).map(|e| (first..first + n).contains(&e).then_some((0, 1)))))
     }
 
     /// Expert e lives on rank e mod `ranks`. Errors as [`linear`](Self::linear).
     pub fn round_robin(experts: usize, ranks: usize, rank: usize) -> Result<Self> {
         check(experts, ranks, rank)?;
-        Ok(Self::of(experts, ranks, rank, |expert| expert % ranks == rank))
+        Ok(Self::of(ranks, rank, (0..experts).map(|e| (e % ranks == rank).then_some((0, 1)))))
     }
 
     /// `owners[e]` lists the ranks that hold expert e; several may hold a copy.
@@ -56,24 +85,30 @@ impl Placement {
                 }
             }
         }
-        Ok(Self::of(owners.len(), ranks, rank, |expert| owners[expert].contains(&rank)))
+        Ok(Self::of(
+            ranks,
+            rank,
+            // Ranks are few enough for 16 bits: `check`.
+            owners.iter().map(|list| Some((list.iter().position(|o| *o == rank)? as u16, list.len() as u16))),
+        ))
     }
 
-    fn of(experts: usize, ranks: usize, rank: usize, holds: impl Fn(usize) -> bool) -> Self {
+    /// `held` gives, for each expert, this rank's copy and the number of copies, or `None` where it holds none.
+    fn of(ranks: usize, rank: usize, held: impl Iterator<Item = Option<(u16, u16)>>) -> Self {
         let mut next = 0;
-        let mut number = |expert| {
-            if !holds(expert) {
-                return -1;
+        let owners = held.map(|copy| match copy {
+            None => Owner::new(-1, 0, 1),
+            Some((copy, copies)) => {
+                next += 1;
+                Owner::new(next - 1, copy, copies)
             }
-            next += 1;
-            next - 1
-        };
-        Self { experts, ranks, rank, local: (0..experts).map(&mut number).collect() }
+        });
+        Self { ranks, rank, owners: owners.collect() }
     }
 
     /// E: experts of a layer.
     pub fn experts(&self) -> usize {
-        self.experts
+        self.owners.len()
     }
 
     /// Number of ranks.
@@ -86,19 +121,34 @@ impl Placement {
         self.rank
     }
 
-    /// Global id to local number, `[E]`; -1 for an expert that this rank does not hold.
-    pub fn local_table(&self) -> &[i32] {
-        &self.local
+    /// By global id, `[E]`.
+    pub fn owners(&self) -> &[Owner] {
+        &self.owners
+    }
+
+    /// The local number of the expert `expert`; `None` when this rank does not hold it, or there is none.
+    pub fn local(&self, expert: usize) -> Option<usize> {
+        usize::try_from(self.owners.get(expert)?.local).ok()
     }
 
     /// The global ids of this rank's experts, by local number: `[E_l]`.
     pub fn owned(&self) -> Vec<usize> {
-        (0..self.experts).filter(|&expert| self.local[expert] >= 0).collect()
+        (0..self.experts()).filter(|&expert| self.owners[expert].local >= 0).collect()
     }
 
-    /// True when this rank holds every expert, so that global and local numbers are the same.
+    /// E_l: number of experts that this rank holds.
+    pub fn n_owned(&self) -> usize {
+        self.owners.iter().filter(|owner| owner.local >= 0).count()
+    }
+
+    /// The same rank without any expert.
+    fn emptied(self) -> Self {
+        Self { owners: vec![Owner::new(-1, 0, 1); self.owners.len()], ..self }
+    }
+
+    /// True when this rank alone holds every expert, so that global and local numbers are the same.
     pub fn is_identity(&self) -> bool {
-        self.local.iter().all(|&local| local >= 0)
+        self.owners.iter().all(|owner| owner.local >= 0 && owner.copies() == 1)
     }
 }
 
@@ -106,6 +156,9 @@ fn check(experts: usize, ranks: usize, rank: usize) -> Result<()> {
     let fail = |message: String| Err(Error::new(ErrorKind::Config, format!("placement: {message}")));
     if experts == 0 || i32::try_from(experts).is_err() {
         return fail(format!("expected 1 to {} experts, got {experts}", i32::MAX));
+    }
+    if ranks > usize::from(u16::MAX) {
+        return fail(format!("expected {} ranks or fewer, got {ranks}", u16::MAX));
     }
     if rank >= ranks {
         return fail(format!("expected a rank below {ranks}, got {rank}"));
@@ -128,8 +181,7 @@ mod tests {
                 let sizes: Vec<usize> = all.iter().map(|p| p.owned().len()).collect();
                 let even =
                     sizes.iter().enumerate().all(|(r, n)| *n == experts / ranks + usize::from(r < experts % ranks));
-                let numbered =
-                    all.iter().all(|p| p.owned().iter().enumerate().all(|(i, &e)| p.local_table()[e] == i as i32));
+                let numbered = all.iter().all(|p| p.owned().iter().enumerate().all(|(i, &e)| p.local(e) == Some(i)));
                 let identity = all.iter().all(|p| p.is_identity() == (ranks == 1 || experts == p.owned().len()));
                 if ids != (0..experts).collect::<Vec<_>>() || !even || !numbered || !identity {
                     failures.push((name, experts, ranks));
@@ -143,15 +195,19 @@ mod tests {
     fn uneven_blocks_are_contiguous_and_larger_first() {
         let owned: Vec<_> = (0..3).map(|r| Placement::linear(7, 3, r).unwrap().owned()).collect();
         assert_eq!(owned, [vec![0, 1, 2], vec![3, 4], vec![5, 6]]);
-        assert_eq!(Placement::linear(7, 3, 1).unwrap().local_table(), [-1, -1, -1, 0, 1, -1, -1]);
-        assert_eq!(Placement::round_robin(7, 3, 1).unwrap().local_table(), [-1, 0, -1, -1, 1, -1, -1]);
+        let local = |p: Placement| p.owners().iter().map(|o| o.local).collect::<Vec<_>>();
+        assert_eq!(local(Placement::linear(7, 3, 1).unwrap()), [-1, -1, -1, 0, 1, -1, -1]);
+        assert_eq!(local(Placement::round_robin(7, 3, 1).unwrap()), [-1, 0, -1, -1, 1, -1, -1]);
     }
 
     #[test]
     fn a_table_may_hold_copies() {
         let owners = [vec![1], vec![0, 1], vec![0]];
         assert_eq!(Placement::table(&owners, 2, 0).unwrap().owned(), [1, 2]);
-        assert_eq!(Placement::table(&owners, 2, 1).unwrap().local_table(), [0, 1, -1]);
+        let second = Placement::table(&owners, 2, 1).unwrap();
+        assert_eq!(second.owners(), [Owner::new(0, 0, 1), Owner::new(1, 1, 2), Owner::new(-1, 0, 1)]);
+        let all = Placement::table(&[vec![0, 1], vec![1, 0]], 2, 0).unwrap();
+        assert!(!all.is_identity(), "copies take turns");
     }
 
     #[test]

@@ -1,82 +1,67 @@
-//! From checkpoint bytes to resident buffers: cut under the binding limit, written in bounded portions, counted.
+//! From checkpoint bytes to resident buffers: cut under the binding limit, read by several threads, written in bounded
+//! portions, counted.
 
-use crate::checkpoint::Checkpoint;
+mod ring;
+mod stream;
+
+use ring::Ring;
+use stream::{CHUNK_BYTES, Chunk, Run, stream};
+pub use stream::{StreamOptions, Streamed};
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::checkpoint::Block;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
-use crate::family::Role;
 use crate::gpu::Gpu;
 use crate::kernels::View;
 use crate::kernels::expert_gemm::Weights;
-use crate::plan::matrix;
+use crate::plan::matrix::{Exponent, Measured};
 use crate::plan::pieces::cut;
 
-/// Staging memory that may be pending at a time.
-const STAGING_BYTES: u64 = 64 << 20;
-
-/// Writes weights to the device and reports how far it got.
+/// Collects what to write where; [`run`](Self::run) reads and writes it all.
+///
+/// Buffers are made at once, so that a model that does not fit is refused before a byte is read.
 pub struct Uploader<'a> {
-    gpu: &'a Gpu,
-    progress: &'a mut dyn FnMut(u64, u64),
-    done: u64,
-    total: u64,
-    pending: u64,
+    gpu: Gpu,
+    buffers: Vec<wgpu::Buffer>,
+    chunks: Vec<Chunk<'a>>,
+    /// Stacks whose weights are measured while they are read.
+    measured: Vec<Arc<Measured>>,
+    /// Bytes read while collecting.
+    bytes_read: u64,
+    n_bytes: u64,
 }
 
+/// Takes the number of a buffer, an offset in it and bytes.
+pub type Sink<'a> = dyn FnMut(usize, u64, &[u8]) -> Result<()> + 'a;
+
 impl<'a> Uploader<'a> {
-    /// An uploader that will write `total` bytes and calls `progress(done, total)`.
-    pub fn new(gpu: &'a Gpu, total: u64, progress: &'a mut dyn FnMut(u64, u64)) -> Self {
-        progress(0, total);
-        Self { gpu, progress, done: 0, total, pending: 0 }
+    /// Uploads to `gpu`.
+    pub fn new(gpu: &Gpu) -> Self {
+        let (buffers, chunks, measured) = (Vec::new(), Vec::new(), Vec::new());
+        Self { gpu: gpu.clone(), buffers, chunks, measured, bytes_read: 0, n_bytes: 0 }
     }
 
-    /// Bytes written so far.
-    pub fn done(&self) -> u64 {
-        self.done
+    /// Bytes that will be written, padding included.
+    pub fn n_bytes(&self) -> u64 {
+        self.n_bytes
     }
 
-    fn write(&mut self, buffer: &wgpu::Buffer, offset: u64, bytes: &[u8]) -> Result<()> {
-        for (i, part) in bytes.chunks(STAGING_BYTES as usize).enumerate() {
-            let at = offset + i as u64 * STAGING_BYTES;
-            if part.len() % 4 == 0 {
-                self.gpu.queue().write_buffer(buffer, at, part);
-            } else {
-                let mut whole = part.to_vec();
-                whole.resize(part.len().next_multiple_of(4), 0);
-                self.gpu.queue().write_buffer(buffer, at, &whole);
-            }
-            self.pending += part.len() as u64;
-            self.done += part.len() as u64;
-            if self.pending >= STAGING_BYTES {
-                self.settle()?;
-            }
-        }
-        // Norms grow from 16 to 32 bits on the way.
-        (self.progress)(self.done.min(self.total), self.total);
-        Ok(())
-    }
-
-    /// Waits until the device has taken what was written, so that staging memory stays bounded.
-    pub fn settle(&mut self) -> Result<()> {
-        self.pending = 0;
-        self.gpu.queue().submit([]);
-        self.gpu
-            .device()
-            .poll(wgpu::PollType::wait_indefinitely())
-            .map_err(|e| Error::new(ErrorKind::Device, format!("uploading weights: {e}")))?;
-        Ok(())
-    }
-
-    /// Uploads a stack of `count` matrices `[out, in]`; `parts(m)` gives the row blocks of matrix m, top to bottom.
+    /// A stack of `count` matrices `[out, in]`; `parts(m)` gives the row blocks of matrix m, top to bottom. Blocks with
+    /// fewer columns than `in` are filled up with zeros. For the matrix tier the weights are measured while they are read:
+    /// their exponent is known when [`run`](Self::run) has returned.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] when `in` is no multiple of 8 or the parts differ in type, [`ErrorKind::Limit`] when
-    /// a row exceeds a binding, [`ErrorKind::OutOfMemory`].
-    pub fn stack<'b>(
+    /// [`ErrorKind::Unsupported`] when `in` is no multiple of 8 or the parts differ in type, [`ErrorKind::Tensor`] when the
+    /// parts do not make up the matrix, [`ErrorKind::Limit`] when a row exceeds a binding, [`ErrorKind::OutOfMemory`].
+    pub fn stack(
         &mut self,
         label: &str,
         count: usize,
         [out_dim, in_dim]: [usize; 2],
-        parts: &dyn Fn(usize) -> Result<Vec<(DType, &'b [u8])>>,
+        parts: &dyn Fn(usize) -> Result<Vec<Block<'a>>>,
     ) -> Result<Weights> {
         if in_dim % 8 != 0 {
             return Err(Error::new(
@@ -84,88 +69,171 @@ impl<'a> Uploader<'a> {
                 format!("`{label}`: rows of {in_dim} weights, expected a multiple of 8"),
             ));
         }
-        let dtype = match (count > 0).then(|| parts(0)).transpose()?.as_deref() {
-            Some([(dtype, _), ..]) => *dtype,
-            _ => DType::F32,
-        };
-        let row_bytes = (in_dim * dtype.size()) as u64;
-        let mut pieces = Vec::new();
-        let mut buffers: Vec<wgpu::Buffer> = Vec::new();
-        for piece in cut(count, out_dim, row_bytes, self.gpu.capabilities().max_binding_bytes)? {
-            let bytes = (piece.count * piece.rows) as u64 * row_bytes;
-            let buffer = self.gpu.buffer(label, bytes, wgpu::BufferUsages::empty())?;
-            pieces.push((piece, View::whole(&buffer)));
-            buffers.push(buffer);
-        }
-        let measured = self.gpu.capabilities().matrix;
-        let mut largest = vec![0f32; count];
-        for (m, largest) in largest.iter_mut().enumerate() {
-            // Where this part begins, in rows of the matrix.
-            let mut row = 0;
-            for (part_type, bytes) in parts(m)? {
-                if part_type != dtype {
-                    return Err(Error::new(
-                        ErrorKind::Unsupported,
-                        format!("`{label}`: stored as {} and {}, expected one type", dtype.name(), part_type.name()),
-                    ));
-                }
-                if measured {
-                    *largest = largest.max(matrix::largest(dtype, bytes));
-                }
-                let rows = bytes.len() / row_bytes as usize;
-                for ((piece, _), buffer) in pieces.iter().zip(&buffers) {
-                    if m < piece.first || m >= piece.first + piece.count {
-                        continue;
-                    }
-                    let begin = row.max(piece.row_begin);
-                    let end = (row + rows).min(piece.row_begin + piece.rows);
-                    if begin < end {
-                        let offset = ((m - piece.first) * piece.rows + begin - piece.row_begin) as u64 * row_bytes;
-                        let from = (begin - row) * row_bytes as usize;
-                        let to = (end - row) * row_bytes as usize;
-                        self.write(buffer, offset, &bytes[from..to])?;
-                    }
-                }
-                row += rows;
+        let matrices = (0..count).map(parts).collect::<Result<Vec<_>>>()?;
+        let dtype = matrices.first().and_then(|m| m.first()).map_or(DType::F32, Block::dtype);
+        for block in matrices.iter().flatten() {
+            if block.dtype() != dtype {
+                return Err(Error::new(
+                    ErrorKind::Unsupported,
+                    format!("`{label}`: stored as {} and {}, expected one type", dtype.name(), block.dtype().name()),
+                ));
             }
         }
-        let exponent = measured.then(|| matrix::weight_exponent(dtype, &largest)).flatten();
+        for matrix in &matrices {
+            let rows: usize = matrix.iter().map(Block::height).sum();
+            if let Some(wide) = matrix.iter().find(|b| b.cols() > in_dim) {
+                let message = format!("`{label}`: expected {in_dim} columns or fewer, got {}", wide.cols());
+                return Err(Error::new(ErrorKind::Tensor, message));
+            }
+            if rows != out_dim {
+                return Err(Error::new(ErrorKind::Tensor, format!("`{label}`: expected {out_dim} rows, got {rows}")));
+            }
+        }
+        let row_bytes = in_dim * dtype.size();
+        let limit = self.gpu.capabilities().max_binding_bytes;
+        let (measured, exponent) = if self.gpu.capabilities().matrix {
+            let (measured, exponent) = Measured::new(dtype, count);
+            (measured.map(Arc::new), exponent)
+        } else {
+            (None, Exponent::known(None))
+        };
+        self.measured.extend(measured.clone());
+        let mut pieces = Vec::new();
+        for piece in cut(count, out_dim, row_bytes as u64, limit)? {
+            let n_bytes = (piece.count * piece.rows * row_bytes) as u64;
+            let view = self.buffer(label, n_bytes)?;
+            let mut rows = Rows { row_bytes, buffer: self.buffers.len() - 1, first: 0, next: 0, runs: Vec::new() };
+            for (m, matrix) in matrices.iter().enumerate().skip(piece.first).take(piece.count) {
+                let (wanted, measured) =
+                    (piece.row_begin..piece.row_begin + piece.rows, measured.as_ref().map(|s| (s, m)));
+                rows.append(matrix, wanted, measured, &mut |chunk| self.push(chunk));
+            }
+            rows.flush(&mut |chunk| self.push(chunk));
+            pieces.push((piece, view));
+        }
         Ok(Weights { dtype, count, out_dim, in_dim, pieces, exponent })
     }
 
-    /// Uploads one matrix made of the rows of several tensors.
-    ///
-    /// # Errors
-    /// As [`Uploader::stack`], and those of the checkpoint.
-    pub fn matrix(
-        &mut self,
-        checkpoint: &Checkpoint,
-        label: &str,
-        shape: [usize; 2],
-        roles: &[Role],
-    ) -> Result<Weights> {
-        self.stack(label, 1, shape, &|_| {
-            roles
-                .iter()
-                .map(|role| {
-                    let view = checkpoint.role(*role)?;
-                    Ok((view.dtype, view.all()))
-                })
-                .collect()
-        })
-    }
-
-    /// Uploads vectors (norm weights), decoded to f32, one after the other.
+    /// Vectors (norm weights), one after the other, decoded to f32 on the way.
     ///
     /// # Errors
     /// Those of the checkpoint and of the device.
-    pub fn vectors(&mut self, checkpoint: &Checkpoint, label: &str, roles: &[Role]) -> Result<View> {
+    pub fn vectors(&mut self, label: &str, parts: &[Block<'_>]) -> Result<View> {
         let mut values = Vec::new();
-        for role in roles {
-            values.extend(checkpoint.role(*role)?.to_f32());
+        for block in parts {
+            values.extend(block.dtype().decode(&block.to_vec()?));
+            self.bytes_read += block.n_bytes() as u64;
         }
-        let buffer = self.gpu.buffer(label, values.len() as u64 * 4, wgpu::BufferUsages::empty())?;
-        self.write(&buffer, 0, bytemuck::cast_slice(&values))?;
+        let block = Block::row(&values);
+        let n_bytes = block.n_bytes();
+        let view = self.buffer(label, n_bytes as u64)?;
+        let run = Run { block, rows: 0..1, at: 0, stride: n_bytes, measured: None };
+        self.push(Chunk { buffer: self.buffers.len() - 1, offset: 0, n_bytes, runs: vec![run] });
+        Ok(view)
+    }
+
+    /// Reads everything and writes it to the device, with `progress(done, total)` in bytes written.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Io`], [`ErrorKind::Cancelled`], and [`ErrorKind::Device`] when the device was lost.
+    pub fn run(self, options: &StreamOptions<'_>, progress: &mut dyn FnMut(u64, u64)) -> Result<Streamed> {
+        let mut ring = Ring::new(&self.gpu);
+        let buffers = self.buffers.clone();
+        let streamed =
+            self.run_into(options, progress, &mut |buffer, offset, bytes| ring.write(&buffers[buffer], offset, bytes))?;
+        ring.settle()?;
+        Ok(streamed)
+    }
+
+    /// Reads everything and gives it to `sink(buffer, offset, bytes)`, in any order, buffers numbered as they were made; for
+    /// tools that measure or check what is read.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Io`], [`ErrorKind::Cancelled`], and those of `sink`.
+    pub fn run_into(
+        self,
+        options: &StreamOptions<'_>,
+        progress: &mut dyn FnMut(u64, u64),
+        sink: &mut Sink<'_>,
+    ) -> Result<Streamed> {
+        let mut done = 0;
+        progress(0, self.n_bytes);
+        let mut streamed = stream(&self.chunks, options, &mut |number, bytes| {
+            let chunk = &self.chunks[number];
+            sink(chunk.buffer, chunk.offset, bytes)?;
+            done += bytes.len() as u64;
+            progress(done, self.n_bytes);
+            Ok(())
+        })?;
+        streamed.bytes_read += self.bytes_read;
+        self.measured.iter().for_each(|measured| measured.finish());
+        Ok(streamed)
+    }
+
+    /// A buffer that [`run`](Self::run) will write.
+    fn buffer(&mut self, label: &str, n_bytes: u64) -> Result<View> {
+        let buffer = self.gpu.buffer(label, n_bytes, wgpu::BufferUsages::empty())?;
+        self.buffers.push(buffer.clone());
         Ok(View::whole(&buffer))
+    }
+
+    fn push(&mut self, chunk: Chunk<'a>) {
+        if chunk.n_bytes > 0 {
+            self.n_bytes += chunk.n_bytes as u64;
+            self.chunks.push(chunk);
+        }
+    }
+}
+
+/// Rows of a buffer, gathered into chunks.
+struct Rows<'a> {
+    row_bytes: usize,
+    buffer: usize,
+    /// First row of the chunk under construction, and the row after its last.
+    first: usize,
+    next: usize,
+    runs: Vec<Run<'a>>,
+}
+
+impl<'a> Rows<'a> {
+    /// Appends the rows `wanted` of a matrix made of `blocks`; `measured`: where its largest magnitude is wanted.
+    fn append(
+        &mut self,
+        blocks: &[Block<'a>],
+        wanted: Range<usize>,
+        measured: Option<(&Arc<Measured>, usize)>,
+        push: &mut dyn FnMut(Chunk<'a>),
+    ) {
+        let chunk_rows = (CHUNK_BYTES / self.row_bytes.max(1)).max(1);
+        // Where this block begins, in rows of the matrix.
+        let mut begin = 0;
+        for block in blocks {
+            let mut row = begin.max(wanted.start);
+            let end = (begin + block.height()).min(wanted.end);
+            while row < end {
+                let room = chunk_rows - (self.next - self.first);
+                let n = room.min(end - row);
+                // Rows past those of the block stay zero.
+                let rows = row - begin..(row - begin + n).min(block.rows());
+                if !rows.is_empty() {
+                    let at = (self.next - self.first) * self.row_bytes;
+                    let measured = measured.map(|(stack, m)| (stack.clone(), m));
+                    self.runs.push(Run { block: block.clone(), rows, at, stride: self.row_bytes, measured });
+                }
+                self.next += n;
+                row += n;
+                if self.next - self.first == chunk_rows {
+                    self.flush(push);
+                }
+            }
+            begin += block.height();
+        }
+    }
+
+    /// Ends the chunk.
+    fn flush(&mut self, push: &mut dyn FnMut(Chunk<'a>)) {
+        let (offset, n_bytes) = ((self.first * self.row_bytes) as u64, (self.next - self.first) * self.row_bytes);
+        push(Chunk { buffer: self.buffer, offset, n_bytes, runs: std::mem::take(&mut self.runs) });
+        self.first = self.next;
     }
 }

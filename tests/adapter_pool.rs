@@ -9,12 +9,13 @@ mod gpu_run;
 mod moe;
 
 use common::{Rng, rel_err, tolerance};
-use moe::{Batch, SHAPE, Twin, adapter, forward, pin};
-use wgmoe::adapter::Site;
+use moe::{Batch, SHAPE, Twin, adapter, adapter_of, biased, cut, forward, pin};
 use wgmoe::adapter::pool::AdapterId;
+use wgmoe::adapter::{Factor, Site};
 use wgmoe::dtype::DType;
-use wgmoe::placement::Placement;
-use wgmoe::{Adapter, Gpu};
+use wgmoe::placement::{ExpertShare, Placement, PlacementRule, Topology};
+use wgmoe::shape::MoeShape;
+use wgmoe::{Adapter, ErrorKind, Gpu};
 
 const EXPERT_SITES: [Site; 3] = [Site::ExpertGate, Site::ExpertUp, Site::ExpertDown];
 /// Pairs one by one, and tiles.
@@ -95,12 +96,105 @@ fn an_unloaded_adapter_leaves_base_output_unchanged() {
                 assert_eq!(got[row.clone()] == base[row], t % 2 == 1, "token {t} of {tokens}");
             }
             pool.unpin(0);
-            pool.forget(AdapterId::new(0));
+            pool.unload(AdapterId::new(0));
             assert_eq!(pool.resident(AdapterId::new(0)), None);
             assert_eq!(bits(&gpu, &twin, Some(&pool), &nobody), base);
             // Not even a token that is mapped to the emptied slot finds anything of it.
             assert_eq!(bits(&gpu, &twin, Some(&pool), &batch(vec![0; tokens])), base);
         }
+    }
+}
+
+/// The rank's part of a layer of experts that are 12 wide: 6 columns of every third expert.
+fn part(rank: usize) -> (MoeShape, ExpertShare) {
+    let shape = MoeShape { expert_width: 12, ..SHAPE };
+    let topology = Topology::new(Some(6), Some(3), rank).unwrap();
+    (shape, ExpertShare::new(&PlacementRule::RoundRobin, topology, shape.experts, shape.expert_width).unwrap())
+}
+
+#[test]
+fn an_adapter_cut_while_it_was_read_gives_the_bits_of_one_cut_by_the_pool() {
+    for gpu in device::every_tier() {
+        for rank in 0..6 {
+            let (shape, share) = part(rank);
+            let twin = Twin::of(&gpu, DType::Bf16, shape, share.clone());
+            let sites = [Site::Q, Site::Router, Site::ExpertUp, Site::ExpertDown];
+            let adapters = [
+                adapter_of(shape, 85, 4, DType::F16, &EXPERT_SITES, true),
+                biased(90, DType::F16, adapter_of(shape, 86, 16, DType::F32, &sites, false)),
+            ];
+            let [mut whole, mut reduced] = [twin.pool(&gpu, 2), twin.pool(&gpu, 2)];
+            for (i, adapter) in adapters.iter().enumerate() {
+                pin(&mut whole, i as u64, adapter);
+                pin(&mut reduced, i as u64, &cut(adapter, &share));
+            }
+            assert_eq!(whole.bytes(), reduced.bytes());
+            for tokens in TOKENS {
+                let batch = batch((0..tokens as i32).map(|t| t % 3 - 1).collect());
+                assert_eq!(bits(&gpu, &twin, Some(&whole), &batch), bits(&gpu, &twin, Some(&reduced), &batch));
+            }
+        }
+    }
+}
+
+#[test]
+fn the_pool_holds_the_experts_and_columns_of_its_rank_once() {
+    for gpu in device::every_tier().into_iter().take(1) {
+        let (shape, share) = part(0);
+        let twin = Twin::of(&gpu, DType::F32, shape, share);
+        let mut pool = twin.pool(&gpu, 1);
+        pin(&mut pool, 1, &adapter_of(shape, 87, 8, DType::F16, &EXPERT_SITES, true));
+        // Three experts; gate and up share A [8, 24] and have B [8, 8]; down has A [8, 8] and B [24, 8].
+        assert_eq!(pool.bytes(), 3 * 2 * 8 * (24 + 2 * 8 + 8 + 24));
+    }
+}
+
+#[test]
+fn adapters_that_do_not_fit_the_rank_are_refused_with_a_reason() {
+    let (shape, share) = part(1);
+    let (_, other) = part(2);
+    let whole = |sites: &[Site]| adapter_of(shape, 88, 4, DType::F32, sites, false);
+    let changed = |mut adapter: Adapter, change: &dyn Fn(&mut Factor)| {
+        adapter.factors.iter_mut().for_each(change);
+        adapter
+    };
+    let cases = [
+        (
+            "an expert of another rank",
+            changed(cut(&whole(&[Site::ExpertUp]), &share), &|f| f.expert = (f.expert + 1) % 8),
+            "expected an expert of this rank",
+        ),
+        ("another rank's part", cut(&whole(&EXPERT_SITES), &other), "another part of the experts"),
+        ("whole factors called cut", Adapter { share: Some(share.clone()), ..whole(&[Site::ExpertUp]) }, "B [6, 4]"),
+        ("cut factors called whole", Adapter { share: None, ..cut(&whole(&[Site::ExpertUp]), &share) }, "[12, 4]"),
+        ("another width", adapter_of(SHAPE, 89, 4, DType::F32, &[Site::ExpertDown], false), "A [4, 12]"),
+        ("no such layer", changed(whole(&[Site::Q]), &|f| f.layer = 1), "layer 1 Q 0: the model has no such layer"),
+        ("no such expert", changed(whole(&[Site::ExpertUp]), &|f| f.expert += 1), "expected an expert below 8"),
+        ("a dense projection", changed(whole(&[Site::Q]), &|f| f.site = Site::Gate), "no such projection"),
+        (
+            "a shared expert",
+            changed(whole(&[Site::Q]), &|f| f.site = Site::SharedUp),
+            "SharedUp 0: adapters of the shared",
+        ),
+        (
+            "a bias of another length",
+            changed(whole(&[Site::ExpertUp]), &|f| f.bias = Some(f.b.clone())),
+            "expected a bias [12, 1], got [12, 4]",
+        ),
+        ("rank 0", changed(whole(&[Site::Router]), &|f| f.rank = 0), "expected A [0, 24]"),
+    ];
+    for gpu in device::every_tier().into_iter().take(1) {
+        let twin = Twin::of(&gpu, DType::F32, shape, share.clone());
+        let mut pool = twin.pool(&gpu, 1);
+        let mut failures = Vec::new();
+        for (name, adapter, expected) in &cases {
+            match pool.load(AdapterId::new(1), adapter) {
+                Err(e) if e.kind() == ErrorKind::Adapter && e.to_string().contains(expected) => {}
+                other => failures.push(format!("{name}: {other:?}")),
+            }
+        }
+        assert!(failures.is_empty(), "{failures:?}");
+        assert_eq!((pool.resident(AdapterId::new(1)), pool.bytes(), pool.growths()), (None, 0, 0));
     }
 }
 
@@ -113,7 +207,7 @@ fn pinned_adapters_stay_and_the_least_recently_used_goes() {
             [(82, 2), (83, 16), (84, 64)].map(|(seed, rank)| adapter(seed, rank, DType::F16, &EXPERT_SITES, false));
         assert_eq!((pin(&mut pool, 1, &a), pin(&mut pool, 2, &b)), (Some(0), Some(1)));
         assert_eq!(pin(&mut pool, 3, &c), None);
-        pool.forget(AdapterId::new(1));
+        pool.unload(AdapterId::new(1));
         assert_eq!(pool.resident(AdapterId::new(1)), Some(0));
         // Both free, b used last: a goes. The buffer grows, and b's factors move with it.
         pool.unpin(1);

@@ -16,7 +16,9 @@ fn settings_that_change_the_maths_are_refused_by_name() {
     use ErrorKind::{Config, Unsupported};
     let cases = [
         (json!({"use_dora": true}), Unsupported, "use_dora"),
-        (json!({"lora_bias": true}), Unsupported, "lora_bias"),
+        (json!({"lora_bias": true}), Unsupported, "`lora_bias` with `target_parameters`"),
+        (json!({"lora_bias": "yes"}), Config, "lora_bias"),
+        (json!({"ensure_weight_tying": 1}), Config, "ensure_weight_tying"),
         (json!({"bias": "all"}), Unsupported, "bias"),
         (json!({"modules_to_save": ["lm_head"]}), Unsupported, "modules_to_save"),
         (json!({"alora_invocation_tokens": [1]}), Unsupported, "alora_invocation_tokens"),
@@ -55,7 +57,7 @@ fn settings_that_change_the_maths_are_refused_by_name() {
             &changes.to_string(),
             open_adapter(&patched(config.clone(), &changes), &tensors, &tiny()),
             kind,
-            &[part],
+            &[part, "adapter_"],
         );
     }
     let text = config.to_string().replacen("\"lora_alpha\":8", "\"lora_alpha\":1e999", 1);
@@ -63,6 +65,7 @@ fn settings_that_change_the_maths_are_refused_by_name() {
     table.fails("infinite alpha", Adapter::open(dir.path(), &tiny()), ErrorKind::Format, &["adapter_config.json"]);
     let harmless = [
         json!({"use_dora": false, "modules_to_save": [], "loftq_config": {}, "arrow_config": null}),
+        json!({"lora_bias": false, "ensure_weight_tying": true}),
         json!({"init_lora_weights": "gaussian", "lora_alpha": 7.5, "anything": {"else": 1}}),
         json!({"target_modules": "all-linear", "lora_B_layout": "rank_major"}),
         json!({"target_modules": ".*\\.q_proj", "bias": null}),
@@ -99,9 +102,61 @@ fn tensors_that_do_not_fit_are_refused_by_name() {
         ("other suffix", one(format!("{q}.lora_C.weight")), Wrong, vec!["lora_C"]),
         ("other module", one(format!("{P}.0.self_attn.x_proj.lora_A.weight")), Wrong, vec!["x_proj", "no module"]),
         ("DoRA", one(format!("{q}.lora_magnitude_vector")), Unsupported, vec!["DoRA"]),
-        ("bias", one(format!("{q}.lora_B.bias")), Unsupported, vec!["bias"]),
-        ("embedding", one("base_model.model.model.embed_tokens.lora_embedding_A".into()), Unsupported, vec!["embed"]),
-        ("head", with(pair("base_model.model.lm_head", [3, 64], [256, 3])), Unsupported, vec!["lm_head"]),
+        ("bias", one(format!("{q}.lora_B.bias")), Wrong, vec!["q_proj.lora_B.bias", "`lora_bias`"]),
+        ("bias of the model", one(format!("{q}.base_layer.bias")), Unsupported, vec!["q_proj", "a bias of the model"]),
+        ("half an embedding", one("model.embed_tokens.lora_embedding_A".into()), Wrong, vec!["embed", "no `lora_B`"]),
+        (
+            "another embedding",
+            one("base_model.model.model.position.lora_embedding_A".into()),
+            Unsupported,
+            vec!["position", "embedding"],
+        ),
+        (
+            "linear factors of an embedding",
+            with(pair("base_model.model.model.embed_tokens", [3, 64], [256, 3])),
+            Wrong,
+            vec!["embed_tokens.lora_A.weight", "no module"],
+        ),
+        ("head", with(pair("base_model.model.lm_head", [3, 64], [255, 3])), Wrong, vec![fit, "lm_head", "[256, 3]"]),
+        (
+            "head in full",
+            one("base_model.model.lm_head.weight".into()),
+            Unsupported,
+            vec!["lm_head", "modules_to_save"],
+        ),
+        (
+            "modules to save",
+            one("base_model.model.lm_head.modules_to_save.weight".into()),
+            Unsupported,
+            vec!["lm_head", "modules_to_save"],
+        ),
+        (
+            "tokens",
+            one("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta".into()),
+            Unsupported,
+            vec!["embed_tokens", "trainable_token_indices"],
+        ),
+        (
+            "copy alone",
+            one("base_model.model.lm_head.base_layer.weight".into()),
+            Unsupported,
+            vec!["lm_head.base_layer", "without factors"],
+        ),
+        ("copy of nothing", one("model.visual.base_layer.weight".into()), Wrong, vec!["visual", "no module"]),
+        ("no layer number", one("model.visual.merger.lora_A.weight".into()), Wrong, vec!["visual", "no module"]),
+        ("norm", with(pair("model.norm", [3, 64], [64, 3])), Unsupported, vec!["model.norm", "not supported"]),
+        (
+            "expert of a list",
+            with(pair(&format!("{P}.0.mlp.experts.down_projs.8"), [3, 40], [64, 3])),
+            Wrong,
+            vec![fit, "down_projs.8"],
+        ),
+        (
+            "number of a list",
+            with(pair(&format!("{P}.0.mlp.experts.down_projs.07"), [3, 40], [64, 3])),
+            Wrong,
+            vec!["down_projs.07", "no module"],
+        ),
         ("layer", with(pair(&format!("{P}.3.self_attn.q_proj"), [3, 64], [96, 3])), Wrong, vec![fit, "layers.3"]),
         (
             "expert",
@@ -142,7 +197,8 @@ fn tensors_that_do_not_fit_are_refused_by_name() {
         ("nothing", vec![], Wrong, vec!["no tensors"]),
     ];
     let mut table = Table::default();
-    for (case, tensors, kind, parts) in cases {
+    for (case, tensors, kind, mut parts) in cases {
+        parts.push("adapter_model.safetensors");
         table.fails(case, open_adapter(&config, &tensors, &tiny()), kind, &parts);
     }
     let (config, fused) = load_adapter("experts3d");

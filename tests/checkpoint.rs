@@ -57,7 +57,7 @@ fn defaults_and_stop_ids() {
 fn settings_that_change_the_result_or_make_no_sense_are_refused() {
     use ErrorKind::{Config, Unsupported};
     let cases = [
-        (json!({"model_type": "mixtral"}), Unsupported, "`qwen3_moe`"),
+        (json!({"model_type": "quasar"}), Unsupported, "`qwen3_moe`"),
         (json!({"model_type": "<absent>"}), Config, "model_type"),
         (json!({"attention_bias": true}), Unsupported, "attention_bias"),
         (json!({"use_sliding_window": true}), Unsupported, "use_sliding_window"),
@@ -108,13 +108,14 @@ fn settings_that_change_the_result_or_make_no_sense_are_refused() {
 fn only_the_bytes_handed_out_are_counted() {
     let checkpoint = Checkpoint::open(&data(TINY)).unwrap();
     assert_eq!(checkpoint.bytes_read(), 0);
-    let slice = checkpoint.expert_rows(2, 7, ExpertPart::Down).unwrap();
-    assert_eq!((slice.rows, slice.cols, slice.bytes.len()), (64, 40, 64 * 40 * 2));
-    assert_eq!(checkpoint.bytes_read(), 64 * 40 * 2);
+    let block = checkpoint.expert_block(2, 7, ExpertPart::Down, 8..40).unwrap();
+    assert_eq!(checkpoint.bytes_read(), 0);
+    assert_eq!((block.rows(), block.cols(), block.to_vec().unwrap().len()), (64, 32, 64 * 32 * 2));
+    assert_eq!(checkpoint.bytes_read(), 64 * 32 * 2);
     let view = checkpoint.tensor("model.norm.weight").unwrap();
     assert_eq!(view.bytes(2..6).unwrap().len(), 4);
     assert!(view.bytes(2..129).is_err());
-    assert_eq!(checkpoint.bytes_read(), 64 * 40 * 2 + 4);
+    assert_eq!(checkpoint.bytes_read(), 64 * 32 * 2 + 4);
     assert_eq!(checkpoint.names().len(), 80);
 }
 
@@ -123,8 +124,13 @@ fn experts_outside_the_model_are_errors() {
     let checkpoint = Checkpoint::open(&data(TINY)).unwrap();
     let mut table = Table::default();
     for (layer, expert) in [(0, 8), (1, 0), (3, 0), (usize::MAX, usize::MAX)] {
-        let got = checkpoint.expert_rows(layer, expert, ExpertPart::Gate);
+        let got = checkpoint.expert_block(layer, expert, ExpertPart::Gate, 0..40);
         table.fails(&format!("layer {layer} expert {expert}"), got, ErrorKind::Tensor, &["no expert"]);
+    }
+    // A range may end before it begins, though a literal may not.
+    for width in [0..41, 41..41, std::ops::Range { start: 7, end: 6 }] {
+        let got = checkpoint.expert_block(0, 0, ExpertPart::Gate, width.clone());
+        table.fails(&format!("{width:?}"), got, ErrorKind::Tensor, &["0..40"]);
     }
     table.fails("unknown name", checkpoint.tensor("x"), ErrorKind::Tensor, &["`x` is missing"]);
     table.finish();
@@ -166,9 +172,14 @@ fn fused_and_single_experts_give_the_same_rows() {
     for (layer, expert, part) in
         [0, 2].into_iter().flat_map(|l| (0..8).flat_map(move |e| ExpertPart::ALL.map(|p| (l, e, p))))
     {
-        let (a, b) = (single.expert_rows(layer, expert, part).unwrap(), both.expert_rows(layer, expert, part).unwrap());
-        let same = a.bytes == b.bytes && (a.rows, a.cols, a.dtype) == (b.rows, b.cols, b.dtype);
-        table.holds(&format!("layer {layer} expert {expert} {part:?}"), same, "differs");
+        for width in [0..40, 7..19, 3..3] {
+            let block = |c: &Checkpoint| {
+                let block = c.expert_block(layer, expert, part, width.clone()).unwrap();
+                (block.rows(), block.cols(), block.dtype(), block.to_vec().unwrap())
+            };
+            let case = format!("layer {layer} expert {expert} {part:?} {width:?}");
+            table.holds(&case, block(&single) == block(&both), "differs");
+        }
     }
     table.finish();
 }

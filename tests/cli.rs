@@ -120,6 +120,7 @@ fn mistakes_in_the_command_line_exit_with_2() {
         (run(&["--prompt", "a", "--top-p", "1.5"]), "--top-p"),
         (run(&["--prompt", ""]), "no tokens"),
         (run(&["--prompt", "a", "--lora", "x=a", "--lora", "x=b"]), "given twice"),
+        (run(&["--prompt", "a", "--adapter-memory", "1 GB"]), "--adapter-memory"),
         (vec!["score", "--model", &base, "--requests", "x", "--format", "table"], "--format"),
         (vec!["perplexity", "--model", &base], "--text"),
         (vec!["devices", "--tier", "huge"], "--tier"),
@@ -213,6 +214,13 @@ fn an_adapter_for_another_model_is_refused() {
     let other = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/tiny/qwen3_moe/adapters/experts3d");
     let lora = format!("other={other}");
     refused(&["run", "--model", &base(), "--lora", &lora, "--prompt", "a"], 1, &["adapter `other`", "expected"]);
+}
+
+#[test]
+fn an_adapter_larger_than_the_adapter_memory_is_refused_with_both_sizes() {
+    let (shout, base) = (lora("shout"), base());
+    let args = ["run", "--model", &base, "--lora", &shout, "--prompt", "a", "--adapter-memory", "1KiB"];
+    refused(&args, 1, &["adapter `shout`", "bytes needed", "the budget is 1024"]);
 }
 
 #[test]

@@ -11,14 +11,14 @@ use std::path::Path;
 
 use difference::largest_difference;
 use safetensors::SafeTensors;
-use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, Event, Gpu, Model, Request};
+use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, Event, Gpu, LoadOptions, Model, Request};
 
 const FOLDER: &str = "examples/demo";
 const ADAPTERS: [&str; 4] = ["shout", "mirror", "piglatin", "rot13"];
 
 fn engine(gpu: &Gpu) -> Engine {
     let checkpoint = Checkpoint::open(&Path::new(FOLDER).join("base")).unwrap();
-    let model = Model::load(gpu, &checkpoint, &mut |_, _| {}).unwrap();
+    let (model, _) = Model::load(gpu, &checkpoint, &LoadOptions::default(), &mut |_, _| {}).unwrap();
     let mut engine = Engine::new(gpu, model, EngineOptions::default()).unwrap();
     for name in ADAPTERS {
         let adapter = Adapter::open(&Path::new(FOLDER).join("adapters").join(name), engine.config()).unwrap();

@@ -7,12 +7,16 @@ mod difference;
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use difference::largest_difference;
+use wgmoe::adapter::{Factor, Matrix, Site};
+use wgmoe::dtype::DType;
 use wgmoe::engine::SequenceId;
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::{
-    Adapter, Checkpoint, Engine, EngineOptions, ErrorKind, Event, FinishReason, Gpu, Model, Request, Sampling,
+    Adapter, Checkpoint, Engine, EngineOptions, ErrorKind, Event, FinishReason, Gpu, LoadOptions, Model, Request,
+    Sampling,
 };
 
 const FOLDER: &str = "examples/demo";
@@ -20,7 +24,7 @@ const ADAPTERS: [&str; 4] = ["shout", "mirror", "piglatin", "rot13"];
 
 fn engine(gpu: &Gpu, options: EngineOptions) -> Engine {
     let checkpoint = Checkpoint::open(&Path::new(FOLDER).join("base")).unwrap();
-    let model = Model::load(gpu, &checkpoint, &mut |_, _| {}).unwrap();
+    let (model, _) = Model::load(gpu, &checkpoint, &LoadOptions::default(), &mut |_, _| {}).unwrap();
     Engine::new(gpu, model, options).unwrap()
 }
 
@@ -303,6 +307,90 @@ fn adapters_that_do_not_fit_together_take_turns() {
 }
 
 #[test]
+fn adapters_keep_within_their_memory_and_one_that_cannot_is_refused_when_loaded() {
+    for gpu in device::every_tier() {
+        let mut needed = Vec::new();
+        let mut probe = engine(&gpu, EngineOptions { adapter_memory: Some(16), ..EngineOptions::default() });
+        for name in ADAPTERS {
+            let error = probe.load_adapter(name, &adapter(&probe, name)).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Limit);
+            let text = error.to_string();
+            assert!(text.contains(name) && text.ends_with("the budget is 16"), "{text}");
+            let words: Vec<&str> = text.split(' ').collect();
+            let at = words.iter().position(|w| *w == "bytes").unwrap();
+            needed.push(words[at - 1].parse::<u64>().unwrap());
+        }
+        // Room for the largest alone: all take turns.
+        let budget = needed.iter().max().copied();
+        let mut engine = with_adapters(&gpu, EngineOptions { adapter_memory: budget, ..EngineOptions::default() });
+        let mut outcome = Outcome::default();
+        let sent: Vec<SequenceId> = ADAPTERS
+            .into_iter()
+            .chain(ADAPTERS)
+            .map(|name| engine.submit(greedy(&engine, Some(name), "hello world")).unwrap())
+            .collect();
+        drain(&mut engine, &mut outcome);
+        let expected = ["HELLO WORLD.", "dlrow olleh.", "ellohay orldway.", "uryyb jbeyq."];
+        for (id, expected) in sent.iter().zip(expected.into_iter().chain(expected)) {
+            assert_eq!(text(&outcome.tokens[id]), expected, "{}", gpu.tier());
+        }
+    }
+}
+
+/// The factors of `adapter` that `keep` keeps, made anew with constants: A of 0.25, B of `fill`.
+fn remade(adapter: &Adapter, rank: usize, fill: f32, keep: &dyn Fn(Site) -> bool) -> Adapter {
+    let matrix = |dtype: DType, rows: usize, cols: usize, fill: f32| {
+        Arc::new(Matrix { dtype, rows, cols, bytes: dtype.encode(&vec![fill; rows * cols]) })
+    };
+    let factors = adapter.factors.iter().filter(|f| keep(f.site)).map(|f| Factor {
+        rank,
+        a: matrix(DType::F32, rank, f.a.cols, 0.25),
+        b: matrix(DType::F32, f.b.rows, rank, fill),
+        ..f.clone()
+    });
+    Adapter { factors: factors.collect(), ..adapter.clone() }
+}
+
+#[test]
+fn a_slot_reused_by_an_attention_adapter_shows_nothing_of_its_former_tenant() {
+    for gpu in device::every_tier() {
+        let options = EngineOptions { adapter_slots: 1, ..EngineOptions::default() };
+        let mut used = engine(&gpu, options.clone());
+        let everything = adapter(&used, "mirror");
+        let attention = |site| matches!(site, Site::Q | Site::K | Site::V | Site::O);
+        assert!(
+            everything.factors.iter().any(|f| attention(f.site))
+                && everything.factors.iter().any(|f| !attention(f.site))
+        );
+        let loud = remade(&everything, 64, 0.125, &|_| true);
+        let silent = remade(&everything, 2, 0.0, &attention);
+        let quiet = remade(&everything, 2, 0.001, &attention);
+        let logits = |engine: &mut Engine, adapter: Option<&Adapter>| {
+            let adapter = adapter.map(|a| engine.load_adapter("it", a).unwrap());
+            let prompt = ids("hello world");
+            engine.submit(Request { prompt, adapter, logits: true, ..Request::default() }).unwrap();
+            let mut bits = Vec::new();
+            while !engine.is_idle() {
+                engine.begin_step().unwrap();
+                for event in engine.wait().unwrap() {
+                    if let Event::Logits { rows, .. } = event {
+                        bits.extend(rows.iter().map(|v| v.to_bits()));
+                    }
+                }
+            }
+            bits
+        };
+        let base = logits(&mut used, None);
+        assert_ne!(logits(&mut used, Some(&loud)), base);
+        assert_eq!(logits(&mut used, Some(&silent)), base, "{}: factors of zeros are the base", gpu.tier());
+        assert_ne!(logits(&mut used, Some(&loud)), base);
+        let fresh = logits(&mut engine(&gpu, options), Some(&quiet));
+        assert_ne!(fresh, base);
+        assert_eq!(logits(&mut used, Some(&quiet)), fresh, "{}", gpu.tier());
+    }
+}
+
+#[test]
 fn an_adapter_opened_for_another_model_is_refused() {
     for gpu in device::every_tier().into_iter().take(1) {
         let mut engine = engine(&gpu, EngineOptions::default());
@@ -313,5 +401,16 @@ fn an_adapter_opened_for_another_model_is_refused() {
         assert_eq!(error.kind(), ErrorKind::Adapter);
         assert!(error.to_string().contains("layer 0 Q"), "{error}");
         assert!(engine.adapter("stranger").is_none());
+    }
+}
+
+#[test]
+fn a_layer_a_submission_gives_the_same_answer() {
+    for gpu in device::every_tier() {
+        let mut engine = with_adapters(&gpu.with_macs_per_submission(1), EngineOptions::default());
+        let sent = engine.submit(greedy(&engine, Some("mirror"), "minus one")).unwrap();
+        let mut outcome = Outcome::default();
+        drain(&mut engine, &mut outcome);
+        assert_eq!(text(&outcome.tokens[&sent]), "eno sunim.", "{}", gpu.tier());
     }
 }

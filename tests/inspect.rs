@@ -1,9 +1,17 @@
 //! `wgmoe inspect` from outside: figures of each rank, adapters, problems, the picture.
 #![cfg(feature = "cli")]
 
+mod files;
+
+use std::path::Path;
 use std::process::Command;
 
+use files::layouts::{pair, values};
+use files::{encode, folder};
 use serde_json::Value;
+use wgmoe::adapter::Adapter;
+use wgmoe::placement::{ExpertShare, PlacementRule, Topology};
+use wgmoe::{ErrorKind, ModelConfig};
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
@@ -91,6 +99,50 @@ fn adapters_are_listed_with_their_sites_and_a_wrong_one_is_a_problem() {
     let (code, out, err) = inspect(&[&demo(), "--lora", &good]);
     assert_eq!(code, Some(1));
     assert!(out.contains("experts3d") && err.contains("experts3d"), "{out}\n{err}");
+}
+
+#[test]
+fn a_rank_holds_of_an_adapter_what_it_reads_of_it() {
+    let dir = format!("{}/adapters/experts3d", tiny());
+    let config = ModelConfig::open(Path::new(&tiny())).unwrap();
+    for (tp, ep) in [(2, 1), (4, 2), (3, 3)] {
+        let (tp_text, ep_text) = (tp.to_string(), ep.to_string());
+        let report = json(&[&tiny(), "--lora", &dir, "--tp", &tp_text, "--ep", &ep_text, "--all-ranks"]);
+        for rank in 0..tp {
+            let topology = Topology::new(Some(tp), Some(ep), rank).unwrap();
+            let share = ExpertShare::new(&PlacementRule::Linear, topology, 8, 40).unwrap();
+            let want = Adapter::open_for(Path::new(&dir), &config, &share).unwrap().bytes_read;
+            assert_eq!(report["adapters"][0]["bytes_by_rank"][rank], want, "tp {tp} ep {ep} rank {rank}");
+        }
+    }
+}
+
+#[test]
+fn families_without_a_decoder_are_shown_with_their_adapters() {
+    let tensors = [
+        pair("lm_head", &values(2, 64, 1), &values(256, 2, 2)),
+        pair("model.layers.0.mlp.shared_expert.up_proj", &values(2, 64, 3), &values(56, 2, 4)),
+        pair("model.layers.0.mlp.shared_expert_gate", &values(2, 64, 5), &values(1, 2, 6)),
+    ];
+    let config = r#"{"peft_type": "LORA", "r": 2}"#;
+    let adapter =
+        folder(&[("adapter_config.json", config.into()), ("adapter_model.safetensors", encode(&tensors.concat()))]);
+    let adapter = adapter.path().to_str().unwrap();
+    let report = json(&[&format!("{ROOT}/tests/data/tiny/qwen2_moe"), "--lora", adapter]);
+    assert_eq!(report["adapters"][0]["sites"], serde_json::json!({"lm head": 1, "shared up": 1, "shared router": 1}));
+    for family in ["mixtral", "olmoe", "qwen2_moe"] {
+        let report = json(&[&format!("{ROOT}/tests/data/tiny/{family}"), "--tp", "4", "--ep", "2", "--all-ranks"]);
+        assert_eq!(report["model"]["family"], family);
+        assert_eq!(report["ranks"][0]["skipped_bytes"].as_u64().map(|n| n > 0), Some(true));
+        // Nothing is padded at these sizes but the columns of an expert that a rank shares, and vectors become f32.
+        let whole = json(&[&format!("{ROOT}/tests/data/tiny/{family}")]);
+        for role in ["expert_payload", "router", "embedding", "shared_expert"] {
+            let role = &whole["ranks"][0]["roles"][role];
+            assert_eq!(role["resident_bytes"], role["read_bytes"], "{family}");
+        }
+    }
+    let error = wgmoe::Checkpoint::open(Path::new(&format!("{ROOT}/tests/data/tiny/gpt_oss"))).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
 }
 
 #[test]

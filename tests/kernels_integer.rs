@@ -13,6 +13,7 @@ use wgmoe::Gpu;
 use wgmoe::kernels::align::{Align, Aligned as Place};
 use wgmoe::kernels::localise::Localise;
 use wgmoe::kernels::remap::Remap;
+use wgmoe::placement::Owner;
 use wgmoe::reference::{self, Aligned, Remapped};
 use wgmoe::router::NoAdapter;
 use wgmoe::shape::align_capacity;
@@ -168,23 +169,30 @@ fn remap_equals_the_oracle_for_every_routing_and_adapter_mix() {
 #[test]
 fn localise_masks_padding_after_the_look_up_and_keeps_negative_ids() {
     for gpu in device::every_tier() {
-        let table = [-1, 0, -1, 1, 2, -1, -1, 3];
+        // Expert 1 has another copy, expert 4 two others.
+        let copies = [1, 2, 1, 1, 3, 1, 1, 1];
+        let owners: Vec<Owner> = [-1, 0, -1, 1, 2, -1, -1, 3]
+            .into_iter()
+            .zip(copies)
+            .map(|(local, copies)| Owner::new(local, copies - 1, copies))
+            .collect();
         let ids: Vec<i32> = (0..134).map(|p| [0, 1, 7, -1, -2, 8, 100, i32::MIN, 4, i32::MAX][p % 10]).collect();
         for valid in [0, 1, 31, 66, 67] {
-            let (ids_view, table_view) = (upload(&gpu, &ids), upload(&gpu, &table));
+            let (ids_view, owners_view) = (upload(&gpu, &ids), upload(&gpu, &owners));
             let out = Output::new(&gpu, ids.len(), UNWRITTEN_I32);
             run(&gpu, |rec, pass| {
                 Localise {
                     pairs: ids.len(),
                     valid_pairs: valid * 2,
-                    experts: table.len(),
+                    experts: owners.len(),
+                    top_k: 2,
                     topk_ids: &ids_view,
-                    table: &table_view,
+                    owners: &owners_view,
                     local_ids: &out.view,
                 }
                 .record(rec, pass)
             });
-            assert_eq!(out.read(&gpu), reference::localise(&ids, &table, valid, 2), "{valid}");
+            assert_eq!(out.read(&gpu), reference::localise(&ids, &owners, valid, 2), "{valid}");
         }
     }
 }

@@ -13,6 +13,7 @@ use wgmoe::dtype::DType;
 use wgmoe::kernels::align::Align;
 use wgmoe::kernels::expert_gemm::Rows;
 use wgmoe::kernels::lora::{Factors, Lora, LoraSite, column_tiles};
+use wgmoe::kernels::lora_gather::LoraGather;
 use wgmoe::reference;
 use wgmoe::router::NoAdapter;
 
@@ -25,7 +26,9 @@ struct Held {
     rank: usize,
     scale: f32,
     a: Vec<f32>,
+    /// `[out, R]`, and the bias apart.
     b: Vec<f32>,
+    bias: Option<Vec<f32>>,
 }
 
 #[derive(Debug, Clone)]
@@ -42,6 +45,8 @@ struct Case {
     slots: Vec<(usize, DType)>,
     /// All projections of a slot and expert use one A.
     shared: bool,
+    /// Which slots have a bias, on every projection but the second; none past the end.
+    biased: Vec<bool>,
 }
 
 fn case() -> Case {
@@ -55,6 +60,7 @@ fn case() -> Case {
         mix: AdapterMix::Uniform,
         slots: vec![(8, DType::F16), (17, DType::Bf16)],
         shared: false,
+        biased: Vec::new(),
     }
 }
 
@@ -81,7 +87,7 @@ fn factors(gpu: &Gpu, case: &Case, rng: &mut Rng) -> (Factors, Vec<Held>) {
         for expert in 0..case.experts {
             let a_values = rng.floats(rank * case.inner);
             let shared = place(&mut pool, *dtype, &a_values, case.inner);
-            for out in &case.out_dims {
+            for (projection, out) in case.out_dims.iter().enumerate() {
                 // An expert that an adapter leaves out.
                 let rank = if slot == 1 && expert == 1 && case.experts > 1 { 0 } else { *rank };
                 let (a, a_values) = if case.shared {
@@ -89,11 +95,17 @@ fn factors(gpu: &Gpu, case: &Case, rng: &mut Rng) -> (Factors, Vec<Held>) {
                 } else {
                     place(&mut pool, *dtype, &rng.floats(rank * case.inner), case.inner)
                 };
-                let (b, b_values) = place(&mut pool, *dtype, &rng.floats(out * rank), rank.max(1));
+                let biased = rank > 0 && projection != 1 && case.biased.get(slot) == Some(&true);
+                // With a bias, B has one more column.
+                let columns = rank + usize::from(biased);
+                let (b, stored) = place(&mut pool, *dtype, &rng.floats(out * columns), columns.max(1));
+                let rows = || stored.chunks(columns.max(1));
+                let b_values = rows().flat_map(|row| &row[..rank]).copied().collect();
+                let bias = biased.then(|| rows().map(|row| row[rank]).collect());
                 let scale = 0.25 + held.len() as f32 / 16.0;
                 let kind = [DType::F32, DType::F16, DType::Bf16].iter().position(|d| d == dtype).unwrap() as u32;
-                index.push([a, b, rank as u32 | kind << 16, scale.to_bits()]);
-                held.push(Held { rank, scale, a: a_values, b: b_values });
+                index.push([a, b, columns as u32 | kind << 16 | u32::from(biased) << 24, scale.to_bits()]);
+                held.push(Held { rank, scale, a: a_values, b: b_values, bias });
             }
         }
     }
@@ -113,7 +125,8 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
         reference::remap(&ids, &mapping, case.top_k, case.experts, slots, NoAdapter::Skip).virtual_topk_ids;
     let (factors, held) = factors(gpu, case, &mut rng);
     let site = LoraSite { index_base: INDEX_BASE, out_dims: case.out_dims.clone(), in_dim: case.inner };
-    let max_rank = case.slots.iter().map(|(rank, _)| *rank).max().unwrap();
+    let biased = |slot: usize| usize::from(case.biased.get(slot) == Some(&true));
+    let max_rank = case.slots.iter().enumerate().map(|(slot, (rank, _))| rank + biased(slot)).max().unwrap();
     let mut x = rng.floats(case.tokens * case.inner);
     for t in 0..case.tokens {
         if virtual_ids[t * case.top_k..(t + 1) * case.top_k].iter().all(|v| *v < 0) {
@@ -167,6 +180,7 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
                 scale: h.scale,
                 a: &h.a[..h.rank * case.inner],
                 b: &h.b[..out * h.rank],
+                bias: h.bias.as_deref(),
             })
         };
         reference::lora(&x, case.top_k, &virtual_ids, &find, *out, case.inner, &mut expected, stride, column);
@@ -192,6 +206,88 @@ fn adapters_of_any_rank_and_type_share_a_batch() {
         cases.push(of(vec![(3, DType::F16), (8, DType::F32), (17, DType::Bf16)]));
         cases.push(of(vec![(64, DType::F16), (0, DType::F32), (1, DType::F16)]));
         cases.push(of(vec![(17, DType::F32)]));
+    }
+    for gpu in device::every_variant() {
+        each_case(&cases, |case| check(&gpu, case));
+    }
+}
+
+#[test]
+fn tokens_take_their_columns_of_a_as_the_oracle_says() {
+    const VOCAB: usize = 37;
+    let cases: Vec<(usize, DType)> =
+        [1, 7, 8, 17].into_iter().flat_map(|r| [DType::F32, DType::F16, DType::Bf16].map(|d| (r, d))).collect();
+    for gpu in device::every_tier() {
+        each_case(&cases, |(rank, dtype)| {
+            let mut rng = Rng::new(23);
+            // Slot 0 of rank 3 in f32, slot 1 empty, slot 2 of the case; slot 7 does not exist.
+            let mut pool = vec![0xffu8; 48];
+            let mut index = vec![[7u32, 9, 5, f32::NAN.to_bits()]; INDEX_BASE];
+            let mut held = Vec::new();
+            for (rank, dtype, scale) in [(3, DType::F32, 0.5f32), (0, DType::F32, 1.0), (*rank, *dtype, 1.5)] {
+                let (a, columns) = place(&mut pool, dtype, &rng.floats(VOCAB * rank), rank.max(1));
+                let kind = [DType::F32, DType::F16, DType::Bf16].iter().position(|d| *d == dtype).unwrap() as u32;
+                index.push([a, 0, rank as u32 | kind << 16, scale.to_bits()]);
+                let a: Vec<f32> = (0..rank * VOCAB).map(|i| columns[i % VOCAB * rank + i / VOCAB]).collect();
+                held.push((rank, scale, a));
+            }
+            let factors = Factors { pool: upload(&gpu, &pool), index: upload(&gpu, &index) };
+            // Every other row decodes: its token is what the last step left.
+            let tokens: Vec<u32> = (0..11).map(|t| t * 7 % VOCAB as u32).collect();
+            let slots: Vec<i32> = (0..11).map(|t| [2, 0, -1, 1, 2, 7][t % 6]).collect();
+            let table: Vec<[i32; 4]> =
+                (0..11).map(|t| [if t % 2 == 0 { tokens[t] as i32 } else { -1 }, 5, t as i32, slots[t]]).collect();
+            let (rows, last_ids) = (upload(&gpu, &table), upload(&gpu, &tokens));
+            let max_rank = rank.max(&3).next_multiple_of(8) + 8;
+            let u = Output::new(&gpu, 11 * max_rank, UNWRITTEN_F32);
+            let site = LoraSite { index_base: INDEX_BASE, out_dims: vec![16], in_dim: VOCAB };
+            run(&gpu, |rec, pass| {
+                LoraGather {
+                    rows: 11,
+                    row_table: &rows,
+                    last_ids: &last_ids,
+                    slots: 3,
+                    max_rank,
+                    site: &site,
+                    factors: &factors,
+                    u: &u.view,
+                }
+                .record(rec, pass)
+            });
+            let mut expected = vec![UNWRITTEN_F32; 11 * max_rank];
+            for t in 0..11 {
+                // Up to the next multiple of eight there are zeros.
+                let padded = held.get(slots[t] as usize).map_or(0, |(rank, ..)| rank.next_multiple_of(8));
+                expected[t * max_rank..t * max_rank + padded].fill(0.0);
+            }
+            let find = |slot: usize| {
+                let (rank, scale, a) = held.get(slot)?;
+                Some(reference::Factors { rank: *rank, scale: *scale, a, b: &[], bias: None })
+            };
+            reference::lora_gather(&tokens, &slots, &find, VOCAB, max_rank, &mut expected);
+            let same = |(g, e): (&f32, &f32)| g == e || g.to_bits() == e.to_bits();
+            let got = u.read(&gpu);
+            match got.iter().zip(&expected).position(|pair| !same(pair)) {
+                None => Ok(()),
+                Some(at) => Err(format!("element {at}: {} instead of {}", got[at], expected[at])),
+            }
+        });
+    }
+}
+
+#[test]
+fn a_bias_is_added_at_every_rank_beside_adapters_without_one() {
+    let mut cases = Vec::new();
+    for tile in [None, Some(1), Some(4), Some(8)] {
+        for rank in [1, 7, 8, 15, 16] {
+            for dtype in [DType::F32, DType::F16, DType::Bf16] {
+                let slots = vec![(rank, dtype), (rank, DType::F32), (8, DType::Bf16)];
+                for shared in [false, true] {
+                    let biased = vec![true, false, true];
+                    cases.push(Case { tile, tokens: 24, slots: slots.clone(), shared, biased, ..case() });
+                }
+            }
+        }
     }
     for gpu in device::every_variant() {
         each_case(&cases, |case| check(&gpu, case));

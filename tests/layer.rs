@@ -10,13 +10,14 @@ mod moe;
 
 use common::{ROUTE_GAP, Rng, each_case, rel_err, tolerance};
 use gpu_run::run_in;
-use moe::{Batch, OnDevice, SHAPE, Twin, adapter, forward, pin, poisoned};
+use moe::{Batch, OnDevice, SHAPE, Twin, adapter, adapter_of, biased, cut, forward, pin, poisoned};
 use wgmoe::adapter::Site;
 use wgmoe::adapter::pool::AdapterPool;
 use wgmoe::dtype::DType;
-use wgmoe::placement::Placement;
+use wgmoe::placement::{ExpertShare, Placement, PlacementRule, Topology};
 use wgmoe::reference::MoeOutput;
 use wgmoe::router::STATUS_SLOT;
+use wgmoe::shape::MoeShape;
 use wgmoe::{Adapter, Gpu};
 
 const EXPERT_SITES: [Site; 3] = [Site::ExpertGate, Site::ExpertUp, Site::ExpertDown];
@@ -25,11 +26,11 @@ const EXPERT_SITES: [Site; 3] = [Site::ExpertGate, Site::ExpertUp, Site::ExpertD
 /// ones on the matrix tier.
 const TOKENS: [usize; 5] = [1, 5, 11, 40, 90];
 
-/// Fused, per expert, and one that changes gate alone.
+/// Fused, per expert with biases, and one that changes gate alone.
 fn adapters() -> [Adapter; 3] {
     [
         adapter(71, 4, DType::F16, &EXPERT_SITES, true),
-        adapter(72, 17, DType::Bf16, &EXPERT_SITES, false),
+        biased(75, DType::Bf16, adapter(72, 17, DType::Bf16, &EXPERT_SITES, false)),
         adapter(73, 8, DType::F32, &[Site::ExpertGate], false),
     ]
 }
@@ -100,22 +101,90 @@ fn a_layer_with_mixed_adapters_equals_the_oracle_wherever_its_experts_live() {
     }
 }
 
+/// E not divisible by most ranks; F smaller than eight ranks, so that some hold no column, and E too.
+const UNEVEN: MoeShape = MoeShape { experts: 5, top_k: 2, hidden: 24, expert_width: 6 };
+
+/// Expert e lives in group e mod `ep`, and every third one in the next group as well.
+fn replicas(experts: usize, ep: usize) -> PlacementRule {
+    let owners = |e: usize| if e.is_multiple_of(3) && ep > 1 { vec![e % ep, (e + 1) % ep] } else { vec![e % ep] };
+    PlacementRule::Table((0..experts).map(owners).collect())
+}
+
 #[test]
 fn partial_sums_of_all_ranks_add_up_to_the_whole_layer() {
-    for gpu in device::every_variant() {
-        let adapters = adapters();
-        let held: Vec<Option<&Adapter>> = adapters.iter().map(Some).collect();
-        let batch = batch(11, &[0, 1, -1, 2], false);
-        let whole = Twin::new(&gpu, DType::F32, Placement::linear(8, 1, 0).unwrap());
-        let expected = whole.expected(&batch.x, &batch.mapping, &held);
-        let mut sum = vec![0.0; batch.x.len()];
-        for rank in 0..3 {
-            let twin = Twin::new(&gpu, DType::F32, Placement::round_robin(8, 3, rank).unwrap());
-            let pool = loaded(&gpu, &twin, &adapters);
-            let (part, _) = forward(&gpu, &twin.device, Some(&pool), &batch);
-            sum.iter_mut().zip(part).for_each(|(s, p)| *s += p);
+    let mut cases = Vec::new();
+    for shape in [SHAPE, UNEVEN] {
+        for tp in [1, 2, 3, 4, 8] {
+            for ep in (1..=tp).filter(|ep| tp % ep == 0) {
+                for rule in [PlacementRule::Linear, PlacementRule::RoundRobin, replicas(shape.experts, ep)] {
+                    cases.push((shape, tp, ep, rule));
+                }
+            }
         }
-        compare(&gpu, (sum, 0), &expected, &batch).unwrap();
+    }
+    for gpu in device::every_tier() {
+        for dtype in [DType::F32, DType::Bf16] {
+            for shape in [SHAPE, UNEVEN] {
+                // Fused, per expert with biases, gate alone, down alone with biases.
+                let of = |seed, rank, dtype, sites: &[Site], fused| adapter_of(shape, seed, rank, dtype, sites, fused);
+                let adapters = [
+                    of(71, 4, DType::F16, &EXPERT_SITES, true),
+                    biased(75, DType::F32, of(72, 16, DType::Bf16, &EXPERT_SITES, false)),
+                    of(73, 8, DType::F32, &[Site::ExpertGate, Site::Router], false),
+                    biased(76, DType::F32, of(74, 3, DType::F32, &[Site::ExpertDown], false)),
+                ];
+                let batch = batch(11, &[0, 1, -1, 2, 3], false);
+                let one = ExpertShare::whole(shape.experts, shape.expert_width).unwrap();
+                let twin = Twin::of(&gpu, dtype, shape, one);
+                let (whole, _) = forward(&gpu, &twin.device, Some(&loaded(&gpu, &twin, &adapters)), &batch);
+                let of_shape: Vec<_> = cases.iter().filter(|(s, ..)| *s == shape).collect();
+                each_case(&of_shape, |(_, tp, ep, rule)| {
+                    let mut sum = vec![0.0; whole.len()];
+                    for rank in 0..*tp {
+                        let topology = Topology::new(Some(*tp), Some(*ep), rank).unwrap();
+                        let share = ExpertShare::new(rule, topology, shape.experts, shape.expert_width).unwrap();
+                        // Every second rank cuts its adapters while it reads them, the others in the pool.
+                        let read: Vec<Adapter> =
+                            adapters.iter().map(|a| if rank % 2 == 0 { a.clone() } else { cut(a, &share) }).collect();
+                        let twin = Twin::of(&gpu, dtype, shape, share);
+                        let (part, status) = forward(&gpu, &twin.device, Some(&loaded(&gpu, &twin, &read)), &batch);
+                        if status != 0 {
+                            return Err(format!("rank {rank}: status {status}"));
+                        }
+                        if twin.share.experts() == 0 && part.iter().any(|v| *v != 0.0) {
+                            return Err(format!("rank {rank} holds nothing, but adds something"));
+                        }
+                        sum.iter_mut().zip(part).for_each(|(s, p)| *s += p);
+                    }
+                    let off = rel_err(&sum, &whole);
+                    if off > tolerance(&gpu) { Err(format!("off by {off}")) } else { Ok(()) }
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_without_experts_or_columns_adds_nothing() {
+    let without_experts = Topology::new(Some(8), Some(8), 7).unwrap();
+    let without_columns = Topology::new(Some(8), Some(1), 7).unwrap();
+    for gpu in device::every_variant() {
+        for topology in [without_experts, without_columns] {
+            let share =
+                ExpertShare::new(&PlacementRule::Linear, topology, UNEVEN.experts, UNEVEN.expert_width).unwrap();
+            assert_eq!(share.experts(), 0);
+            let twin = Twin::of(&gpu, DType::Bf16, UNEVEN, share);
+            let adapters = [adapter_of(UNEVEN, 71, 4, DType::F16, &EXPERT_SITES, true)];
+            let pool = loaded(&gpu, &twin, &adapters);
+            for tokens in TOKENS {
+                let added = batch(tokens, &[0, -1], true);
+                let (out, status) = forward(&gpu, &twin.device, Some(&pool), &added);
+                assert_eq!((Some(out), status), (added.residual, 0), "the residual is left alone");
+                let written = batch(tokens, &[0, -1], false);
+                let (out, _) = forward(&gpu, &twin.device, None, &written);
+                assert!(out.iter().all(|v| *v == 0.0), "{tokens} tokens: {out:?}");
+            }
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use std::path::Path;
 
 use difference::largest_difference;
 use safetensors::SafeTensors;
-use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, Event, Gpu, Model, Request};
+use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, Event, Gpu, LoadOptions, Model, Request};
 
 const FOLDER: &str = "tests/data/tiny/qwen3_moe";
 const CASES: [&str; 11] = [
@@ -35,7 +35,7 @@ type Answer = (Vec<f32>, Vec<u32>);
 
 fn engine(gpu: &Gpu) -> Engine {
     let checkpoint = Checkpoint::open(Path::new(FOLDER)).unwrap();
-    let model = Model::load(gpu, &checkpoint, &mut |_, _| {}).unwrap();
+    let (model, _) = Model::load(gpu, &checkpoint, &LoadOptions::default(), &mut |_, _| {}).unwrap();
     let mut engine = Engine::new(gpu, model, EngineOptions { adapter_slots: 4, ..EngineOptions::default() }).unwrap();
     for case in &CASES[1..] {
         let adapter = Adapter::open(&Path::new(FOLDER).join("adapters").join(case), engine.config()).unwrap();

@@ -5,6 +5,7 @@ mod common;
 
 use common::{AdapterMix, Rng, Routing, UNWRITTEN_F32, each_case, rel_err};
 use proptest::prelude::*;
+use wgmoe::placement::Owner;
 use wgmoe::reference::{Aligned, align, expert_gemm, localise, remap};
 use wgmoe::router::{NoAdapter, STATUS_ID, STATUS_SLOT};
 use wgmoe::shape::align_capacity;
@@ -156,12 +157,22 @@ fn an_id_out_of_range_never_lands_in_the_next_slot() {
 
 #[test]
 fn global_ids_become_local_and_padded_rows_are_masked_last() {
-    let table = [-1, -1, 0, 1];
+    let table = [-1, -1, 0, 1].map(|local| Owner::new(local, 0, 1));
     let ids = [2, 0, 3, -9, 4, 1, 2, -9];
     assert_eq!(localise(&ids, &table, 3, 2), [0, -1, 1, -9, -1, -1, -1, -1]);
     assert_eq!(localise(&ids, &table, 9, 2)[6..], [0, -9]);
     assert_eq!(localise(&ids, &table, 0, 2), [-1; 8]);
     assert_eq!(localise(&[], &table, 0, 2), [0i32; 0]);
+}
+
+#[test]
+fn copies_of_an_expert_take_turns_by_token() {
+    // Three ranks hold expert 1 of 2, each as its local expert 0.
+    let ids = [1; 7];
+    let on = |copy| localise(&ids, &[Owner::new(-1, 0, 1), Owner::new(0, copy, 3)], 7, 1);
+    assert_eq!(on(0), [-1, -1, 0, -1, -1, 0, -1]);
+    assert_eq!(on(1), [0, -1, -1, 0, -1, -1, 0]);
+    assert_eq!(on(2), [-1, 0, -1, -1, 0, -1, -1]);
 }
 
 // align

@@ -6,6 +6,7 @@ mod common;
 use common::{Rng, TOL_F32, each_case, rel_err};
 use wgmoe::activation::Activation;
 use wgmoe::adapter::Site;
+use wgmoe::placement::Owner;
 use wgmoe::reference::{Factors, MoeLayer, moe_layer};
 use wgmoe::router::RouteOptions;
 use wgmoe::shape::MoeShape;
@@ -13,6 +14,7 @@ use wgmoe::shape::MoeShape;
 /// Row of an adapter's half to row of the gate_up matrix.
 type Column = fn(usize) -> usize;
 
+const WHOLE: [Owner; 4] = [Owner::new(0, 0, 1), Owner::new(1, 0, 1), Owner::new(2, 0, 1), Owner::new(3, 0, 1)];
 const SHAPE: MoeShape = MoeShape { experts: 4, top_k: 2, hidden: 6, expert_width: 5 };
 const TOKENS: usize = 9;
 const SLOTS: usize = 2;
@@ -49,7 +51,7 @@ impl Weights {
             shape: SHAPE,
             options: RouteOptions::default(),
             activation,
-            table: &[0, 1, 2, 3],
+            owners: &WHOLE,
             router: &self.router,
             router_bias: None,
             gate_up: &self.gate_up,
@@ -71,6 +73,7 @@ impl Weights {
         };
         let base = (place * SLOTS * SHAPE.experts + virtual_id) * RANK * SHAPE.hidden;
         Some(Factors {
+            bias: None,
             rank: RANK,
             scale: 0.5,
             a: &self.a[base..base + RANK * inner],
@@ -188,7 +191,7 @@ fn partial_sums_of_four_ranks_add_up_when_experts_and_their_width_are_split() {
         };
         let part = MoeLayer {
             shape: MoeShape { expert_width: width, ..SHAPE },
-            table: [&[0, 1, -1, -1], &[-1, -1, 0, 1]][ep_rank],
+            owners: &[[0, 1, -1, -1], [-1, -1, 0, 1]][ep_rank].map(|local| Owner::new(local, 0, 1)),
             gate_up: &gate_up,
             down: &down,
             ..layer

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use difference::largest_difference;
 use safetensors::SafeTensors;
-use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, Event, Gpu, Model, Request};
+use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, Event, Gpu, LoadOptions, Model, Request};
 
 const FOLDER: &str = "tests/data/peft";
 
@@ -33,7 +33,7 @@ fn cases() -> Vec<(String, PathBuf, PathBuf)> {
 /// Logits `[sum of tokens, vocab]` of prompts with the adapter, or with the base, in one batch.
 fn logits(gpu: &Gpu, base: &Path, adapter: Option<&Path>, prompts: &[Vec<u32>]) -> Vec<f32> {
     let checkpoint = Checkpoint::open(base).unwrap();
-    let model = Model::load(gpu, &checkpoint, &mut |_, _| {}).unwrap();
+    let (model, _) = Model::load(gpu, &checkpoint, &LoadOptions::default(), &mut |_, _| {}).unwrap();
     let mut engine = Engine::new(gpu, model, EngineOptions::default()).unwrap();
     let adapter = adapter.map(|path| {
         let adapter = Adapter::open(path, engine.config()).unwrap();

@@ -4,16 +4,18 @@ mod common;
 mod files;
 
 use common::{Rng, TOL_F32, rel_err};
-use files::{TINY, data};
-use wgmoe::Checkpoint;
+use files::layouts::{D, E, F, Layout, R, layouts, rules, share};
+use files::{TINY, data, encode, folder};
 use wgmoe::activation::Activation;
+use wgmoe::adapter::{Matrix, Site};
 use wgmoe::checkpoint::ExpertPart;
-use wgmoe::family::Role;
-use wgmoe::placement::{PlacementRule, Topology};
+use wgmoe::family::{Family, Role};
+use wgmoe::placement::{ExpertShare, PlacementRule, Topology};
 use wgmoe::plan::read::{ExpertLayout, ReadPlan, ScalePolicy};
-use wgmoe::reference::{MoeLayer, moe_layer};
+use wgmoe::reference::{Factors, MoeLayer, moe_layer};
 use wgmoe::router::RouteOptions;
 use wgmoe::shape::MoeShape;
+use wgmoe::{Adapter, Checkpoint};
 
 const TOKENS: usize = 6;
 /// A layer of the tiny model that has experts.
@@ -50,7 +52,7 @@ fn partial(checkpoint: &Checkpoint, rule: &PlacementRule, topology: Topology, x:
         shape: MoeShape { expert_width: width, ..config.moe },
         options: RouteOptions { renormalise: config.norm_topk_prob, ..RouteOptions::default() },
         activation: Activation::Silu,
-        table: placement.local_table(),
+        owners: placement.owners(),
         router: &router,
         router_bias: None,
         gate_up: &gate_up,
@@ -81,6 +83,121 @@ fn partial_outputs_add_up_to_the_output_of_one_rank() {
                 let error = rel_err(&sum, &whole);
                 if error > TOL_F32 {
                     failures.push((tp, ep, rule, error));
+                }
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{failures:?}");
+}
+
+/// Base weights of one layer in their whole width.
+struct Base {
+    /// `[E, D]`
+    router: Vec<f32>,
+    /// `[E, F, D]` each.
+    gate: Vec<f32>,
+    up: Vec<f32>,
+    /// `[E, D, F]`
+    down: Vec<f32>,
+    x: Vec<f32>,
+}
+
+impl Base {
+    fn new() -> Self {
+        let mut rng = Rng::new(29);
+        let mut floats = |n| rng.floats(n);
+        Self {
+            router: floats(E * D),
+            gate: floats(E * F * D),
+            up: floats(E * F * D),
+            down: floats(E * D * F),
+            x: floats(TOKENS * D),
+        }
+    }
+
+    /// What the rank with `share` adds to the output, with what it read of the adapter: `[T, D]`. Every third token has
+    /// no adapter.
+    fn partial(&self, gated: bool, share: &ExpertShare, adapter: &Adapter) -> Vec<f32> {
+        let (owned, width) = (share.placement().owned(), share.width());
+        if owned.is_empty() {
+            return vec![0.0; TOKENS * D];
+        }
+        let (mut gate_up, mut down) = (Vec::new(), Vec::new());
+        for e in &owned {
+            let rows = (e * F + width.start) * D..(e * F + width.end) * D;
+            if gated {
+                gate_up.extend_from_slice(&self.gate[rows.clone()]);
+            }
+            gate_up.extend_from_slice(&self.up[rows]);
+            down.extend((0..D).flat_map(|d| &self.down[(e * D + d) * F..][width.clone()]));
+        }
+        let factors: Vec<_> = adapter
+            .factors
+            .iter()
+            .map(|f| {
+                let values = |m: &Matrix| m.dtype.decode(&m.bytes);
+                (f.site, f.expert, f.scale, values(&f.a), values(&f.b), f.bias.as_deref().map(values))
+            })
+            .collect();
+        let loaded = |site: Site, v: usize| {
+            let (_, _, scale, a, b, bias) = factors.iter().find(|f| (f.0, f.1) == (site, owned[v]))?;
+            Some(Factors { rank: R, scale: *scale, a, b, bias: bias.as_deref() })
+        };
+        let layer = MoeLayer {
+            shape: MoeShape { experts: E, top_k: 3, hidden: D, expert_width: width.len() },
+            options: RouteOptions::default(),
+            activation: if gated { Activation::Silu } else { Activation::ReluSquared },
+            owners: share.placement().owners(),
+            router: &self.router,
+            router_bias: None,
+            gate_up: &gate_up,
+            gate_up_bias: None,
+            down: &down,
+            down_bias: None,
+        };
+        let mapping: Vec<i32> = (0..TOKENS).map(|t| if t % 3 == 2 { -1 } else { 0 }).collect();
+        moe_layer(&layer, &self.x, &mapping, 1, &loaded).out
+    }
+}
+
+/// The layer with the adapter on one rank that read everything.
+fn whole_output(base: &Base, gated: bool, layout: &Layout, dir: &std::path::Path) -> Vec<f32> {
+    let whole = ExpertShare::whole(E, F).unwrap();
+    let mut adapter = Adapter::open(dir, &layout.model).unwrap();
+    let with = base.partial(gated, &whole, &adapter);
+    adapter.factors.clear();
+    let without = base.partial(gated, &whole, &adapter);
+    assert!(rel_err(&with, &without) > 100.0 * TOL_F32, "{}: the adapter changes nothing", layout.name);
+    with
+}
+
+#[test]
+fn partial_outputs_with_an_adapter_of_every_layout_add_up() {
+    let base = Base::new();
+    let mut failures = Vec::new();
+    for layout in layouts() {
+        let gated = layout.model.family != Family::NemotronH;
+        let dir = folder(&[
+            ("adapter_config.json", layout.config.to_string().into()),
+            ("adapter_model.safetensors", encode(&layout.tensors)),
+        ]);
+        let whole = whole_output(&base, gated, &layout, dir.path());
+        for (tp, ep) in [1, 2, 3, 4, 8].into_iter().flat_map(|tp| (1..=tp).map(move |ep| (tp, ep))) {
+            if tp % ep != 0 {
+                continue;
+            }
+            for rule in rules(ep) {
+                let mut sum = vec![0.0; whole.len()];
+                for rank in 0..tp {
+                    let share = share(&rule, [tp, ep], rank);
+                    let part = Adapter::open_for(dir.path(), &layout.model, &share).unwrap();
+                    for (total, part) in sum.iter_mut().zip(base.partial(gated, &share, &part)) {
+                        *total += part;
+                    }
+                }
+                let error = rel_err(&sum, &whole);
+                if error > TOL_F32 {
+                    failures.push((layout.name, tp, ep, rule, error));
                 }
             }
         }

@@ -1,6 +1,11 @@
 //! Every shader variant parses, validates with what its tier may use, binds what its host file says, and lays out its
 //! parameters as the host struct does.
 
+mod common;
+
+use std::collections::HashSet;
+
+use common::each_case;
 use naga::valid::{Capabilities as Naga, ValidationFlags, Validator};
 use naga::{AddressSpace, Module, StorageAccess, TypeInner};
 use wgmoe::Tier;
@@ -8,10 +13,11 @@ use wgmoe::kernels::linker::{Kernel, Vars, label, render};
 use wgmoe::kernels::params::Params;
 use wgmoe::kernels::variants::variants;
 use wgmoe::kernels::{
-    activation, align, attention, combine, embed, expert_gemm, expert_gemm_matrix, localise, lora, norm, pack, remap,
-    rope, route, sample,
+    activation, align, attention, combine, embed, expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, norm,
+    pack, remap, rope, route, sample,
 };
 use wgmoe::plan::capabilities::Capabilities;
+use wgmoe::plan::classes::classes;
 
 /// A host struct: WGSL name, (field, offset), size.
 type Layout = (&'static str, &'static [(&'static str, usize)], usize);
@@ -29,6 +35,7 @@ fn params_of(stem: &str) -> Layout {
         "expert_gemm" => layout::<expert_gemm::ExpertGemmParams>(),
         "lora_shrink" => layout::<lora::LoraShrinkParams>(),
         "lora_expand" => layout::<lora::LoraExpandParams>(),
+        "lora_gather" => layout::<lora_gather::LoraGatherParams>(),
         "pack" => layout::<pack::PackParams>(),
         "expert_gemm_matrix" => layout::<expert_gemm_matrix::ExpertGemmMatrixParams>(),
         "activation" | "activation_pack" => layout::<activation::ActivationParams>(),
@@ -40,36 +47,6 @@ fn params_of(stem: &str) -> Layout {
         "sample" => layout::<sample::SampleParams>(),
         _ => panic!("shader `{stem}` has no parameter struct here"),
     }
-}
-
-/// Devices of each kind: baseline, then subgroups of 4, 8 and 32, then subgroups of no fixed size; software and not.
-fn devices() -> Vec<Capabilities> {
-    let mut all = Vec::new();
-    for gemm_lanes in [16, 64] {
-        let kinds = [
-            (Tier::Baseline, None),
-            (Tier::Subgroup, Some(4)),
-            (Tier::Subgroup, Some(8)),
-            (Tier::Subgroup, Some(32)),
-            (Tier::Subgroup, None),
-            (Tier::Matrix, Some(32)),
-        ];
-        for (tier, fixed) in kinds {
-            let subgroup = tier >= Tier::Subgroup;
-            all.push(Capabilities {
-                tier,
-                matrix: tier == Tier::Matrix,
-                max_binding_bytes: 128 << 20,
-                subgroup,
-                row_lanes: fixed.unwrap_or(64),
-                one_subgroup: fixed.is_some(),
-                gemm_lanes,
-                along_depth: fixed.is_some() && gemm_lanes == 64,
-                macs_per_submission: 1 << 30,
-            });
-        }
-    }
-    all
 }
 
 /// What a backend grants the shaders of a tier; no 64-bit integers.
@@ -162,7 +139,7 @@ fn check(kernel: &'static Kernel, vars: &Vars, caps: &Capabilities) -> Result<()
     check_layout(&module, params_of(kernel.stem))?;
     match kernel.stem {
         "sample" => check_layout(&module, layout::<sample::Pick>()),
-        "lora_shrink" | "lora_expand" => {
+        "lora_shrink" | "lora_expand" | "lora_gather" => {
             check_layout(&module, ("Factor", &[("a", 0), ("b", 4), ("rank_type", 8), ("scale", 12)], 16))
         }
         _ => Ok(()),
@@ -173,7 +150,7 @@ fn check(kernel: &'static Kernel, vars: &Vars, caps: &Capabilities) -> Result<()
 fn every_variant_validates_and_agrees_with_its_host_file() {
     let mut failures = Vec::new();
     let mut n = 0;
-    for caps in devices() {
+    for caps in classes() {
         for (kernel, vars) in variants(&caps) {
             n += 1;
             if let Err(why) = check(kernel, &vars, &caps) {
@@ -184,17 +161,28 @@ fn every_variant_validates_and_agrees_with_its_host_file() {
     assert!(failures.is_empty(), "{} of {n} variants\n{}", failures.len(), failures.join("\n"));
 }
 
+/// Shaders of the matrix tier alone.
+const MATRIX_TIER: [&str; 3] = ["pack", "expert_gemm_matrix", "activation_pack"];
+
 #[test]
 fn variants_are_listed_once_and_cover_every_shader_file() {
-    let all: Vec<_> = devices().iter().map(variants).collect();
-    for variants in &all {
-        let twice = (0..variants.len()).find(|i| variants[..*i].contains(&variants[*i]));
-        assert!(twice.is_none(), "{} is listed twice", label(variants[twice.unwrap()].0, &variants[twice.unwrap()].1));
-    }
-    for entry in std::fs::read_dir("shaders").unwrap() {
-        let path = entry.unwrap().path();
-        let stem = path.file_stem().unwrap().to_str().unwrap().to_owned();
-        let covered = all.iter().flatten().any(|(kernel, _)| kernel.stem == stem);
-        assert!(!path.is_file() || covered, "no variant of {stem}");
-    }
+    let caps = classes();
+    assert!(caps.iter().any(|caps| caps.matrix));
+    each_case(&caps, |caps| {
+        let all = variants(caps);
+        let twice = (0..all.len()).find(|i| all[..*i].contains(&all[*i]));
+        if let Some(i) = twice {
+            return Err(format!("{} is listed twice", label(all[i].0, &all[i].1)));
+        }
+        let stems: HashSet<&str> = all.iter().map(|(kernel, _)| kernel.stem).collect();
+        for entry in std::fs::read_dir("shaders").unwrap() {
+            let path = entry.unwrap().path();
+            let stem = path.file_stem().unwrap().to_str().unwrap().to_owned();
+            let expected = caps.matrix || !MATRIX_TIER.contains(&stem.as_str());
+            if path.is_file() && stems.contains(stem.as_str()) != expected {
+                return Err(format!("{stem}: expected a variant: {expected}"));
+            }
+        }
+        Ok(())
+    });
 }

@@ -8,7 +8,8 @@ struct Factor {
     // First group of A and of B in `pool`, in 16-byte words.
     a: u32,
     b: u32,
-    // Rank in the low half, storage type (0 f32, 1 f16, 2 bf16) in the high half. Rank 0: no adapter here.
+    // Rank in the low half, then a byte of storage type (0 f32, 1 f16, 2 bf16) and one that is 1 with a bias: the last column
+    // of B, which the rank counts and A has no row for. Rank 0: no adapter here.
     rank_type: u32,
     scale: f32,
 }

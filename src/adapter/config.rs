@@ -17,9 +17,8 @@ const MAX_REGEXES: usize = 1024;
 const MAX_BACKTRACKS: usize = 100_000;
 
 /// Settings that change the result and are not implemented; any value but null, false or empty is refused.
-const REFUSED: [&str; 14] = [
+const REFUSED: [&str; 13] = [
     "use_dora",
-    "lora_bias",
     "modules_to_save",
     "alora_invocation_tokens",
     "invocation_string",
@@ -49,6 +48,8 @@ pub(crate) struct AdapterConfig {
     target_parameters: Vec<String>,
     peft_version: Option<Version>,
     columns: Option<ExpertColumns>,
+    bias: bool,
+    ties_weights: bool,
 }
 
 /// How the columns of B of a fused parameter are ordered.
@@ -102,6 +103,8 @@ impl AdapterConfig {
             target_parameters: file.strings("target_parameters")?,
             peft_version: file.text("peft_version")?.and_then(Version::parse),
             columns: expert_columns(file)?,
+            bias: lora_bias(file)?,
+            ties_weights: file.flag("ensure_weight_tying")?,
         })
     }
 
@@ -142,6 +145,16 @@ impl AdapterConfig {
     /// The version that saved the adapter, if it says so.
     pub(crate) fn peft_version(&self) -> Option<Version> {
         self.peft_version
+    }
+
+    /// Every B of a module has a bias.
+    pub(crate) fn has_bias(&self) -> bool {
+        self.bias
+    }
+
+    /// Embedding and LM head were to share what is trained of either.
+    pub(crate) fn ties_weights(&self) -> bool {
+        self.ties_weights
     }
 
     /// The order of B's columns of fused parameters; `None` when the file comes from a tool that has used both orders and
@@ -204,6 +217,15 @@ fn refuse_unsupported(file: &Object) -> Result<()> {
         ))),
         Some(other) => Err(file.wrong("init_lora_weights", "true, false or a string", other)),
     }
+}
+
+/// Whether B has a bias. PEFT cannot save one for a parameter.
+fn lora_bias(file: &Object) -> Result<bool> {
+    let bias = file.flag("lora_bias")?;
+    if bias && file.is_set("target_parameters") {
+        return Err(file.unsupported("`lora_bias` with `target_parameters` is not supported"));
+    }
+    Ok(bias)
 }
 
 fn target_modules(file: &Object) -> Result<Targets> {

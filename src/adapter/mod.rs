@@ -1,12 +1,18 @@
 //! LoRA adapters: a PEFT folder becomes canonical factors (config, names, layout); the pool holds them on the device.
 
 pub(crate) mod config;
-mod decode;
-mod layout;
 mod names;
+mod layout;
+mod window;
+mod decode;
+mod fused;
 mod packed;
-mod free_list;
 pub mod sites;
+mod image;
+mod check;
+mod free_list;
+mod room;
+mod store;
 pub mod pool;
 
 use std::path::{Path, PathBuf};
@@ -19,6 +25,7 @@ use crate::checkpoint::file::WeightFile;
 use crate::checkpoint::untrusted::shown;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
+use crate::placement::ExpertShare;
 
 /// A place in the model that an adapter can change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -46,6 +53,18 @@ pub enum Site {
     ExpertUp,
     /// Down projection of one routed expert, `[D, F]`.
     ExpertDown,
+    /// Gate projection of the shared expert.
+    SharedGate,
+    /// Up projection of the shared expert.
+    SharedUp,
+    /// Down projection of the shared expert.
+    SharedDown,
+    /// What weighs the shared expert, `[1, D]`.
+    SharedRouter,
+    /// Token embedding, as the matrix `[D, vocab]` that takes one-hot tokens. Outside the layers: `layer` is their number.
+    Embedding,
+    /// LM head, `[vocab, D]`. Outside the layers: `layer` is their number.
+    LmHead,
 }
 
 /// A dense row-major matrix as stored in the file.
@@ -78,6 +97,8 @@ pub struct Factor {
     pub a: Arc<Matrix>,
     /// `[out, R]`.
     pub b: Arc<Matrix>,
+    /// `[out, 1]`, added to B·(A·x) before the scale (`lora_bias`).
+    pub bias: Option<Arc<Matrix>>,
 }
 
 /// An adapter in canonical form, checked against one model.
@@ -89,18 +110,49 @@ pub struct Adapter {
     pub factors: Vec<Factor>,
     /// Bytes of tensor data read from the file.
     pub bytes_read: u64,
+    /// The part of the experts that was read: factors of other experts are left out, and those of these experts are cut
+    /// to its columns (rows of B for gate and up, columns of A for down). `None`: everything.
+    pub share: Option<ExpertShare>,
 }
 
 impl Adapter {
-    /// Reads the PEFT folder `dir` (`adapter_config.json` and `adapter_model.safetensors` or
-    /// `adapter_model.bin`) as an adapter of the model
-    /// `model`: LoRA on attention, router, dense MLP and experts, the latter as modules of their own (transformers 4) or
-    /// fused (`target_parameters`, transformers 5), or packed with a dimension for the experts. The files must not change while they are read.
+    /// Reads the PEFT folder `dir` (`adapter_config.json` and `adapter_model.safetensors` or `adapter_model.bin`) as an
+    /// adapter of the model `model`: LoRA on embedding, attention, router, MLPs and LM head; on routed experts as modules of
+    /// their own (transformers 4), fused (`target_parameters`, transformers 5), or packed with a dimension for the experts.
+    /// The files must not change while they are read.
     ///
     /// Errors: `Io` and `Format` for the files; `Config` for a value out of range; `Unsupported` for a method that is not
     /// plain LoRA; `Adapter` when a tensor does not fit the model, lacks its other half, occurs twice, or is unknown.
-    /// Nothing in the file is ignored.
+    /// Nothing in the file is ignored but copies of base weights beside their factors, whose shape must be the model's.
     pub fn open(dir: &Path, model: &ModelConfig) -> Result<Self> {
+        Self::read(dir, model, None)
+    }
+
+    /// [`open`](Self::open) of the part that a rank with `share` of the experts needs: of routed experts, only those that it
+    /// holds and only the columns of their width are read, whatever the layout of the file; everything else is read whole.
+    /// What a B of the down projection adds (`lora_bias`) belongs to the rank with the first columns.
+    ///
+    /// Every rank checks all names and shapes, so a file that one refuses is refused by all.
+    ///
+    /// Errors: as [`open`](Self::open), and `Config` when `share` is not one of this model's experts.
+    pub fn open_for(dir: &Path, model: &ModelConfig, share: &ExpertShare) -> Result<Self> {
+        let (got, want) =
+            ([share.placement().experts(), share.full_width()], [model.moe.experts, model.moe.expert_width]);
+        if got != want {
+            let message = format!(
+                "adapter `{}`: expected a share of {} experts of width {}, got one of {} of width {}",
+                dir.display(),
+                want[0],
+                want[1],
+                got[0],
+                got[1]
+            );
+            return Err(Error::new(ErrorKind::Config, message));
+        }
+        Self::read(dir, model, Some(share))
+    }
+
+    fn read(dir: &Path, model: &ModelConfig, share: Option<&ExpertShare>) -> Result<Self> {
         let config = config::AdapterConfig::open(&dir.join("adapter_config.json"))?;
         let mut path = dir.join("adapter_model.safetensors");
         let torch = dir.join("adapter_model.bin");
@@ -108,24 +160,39 @@ impl Adapter {
             path = torch;
         }
         let file = WeightFile::open(&path, Arc::default())?;
-        let pairs = names::pairs(file.names(), model.family).map_err(|(kind, name, reason)| {
+        let names = names::sorted(file.names(), model.family).map_err(|(kind, name, reason)| {
             Error::new(kind, format!("`{}`: tensor `{}`: {reason}", path.display(), shown(&name)))
         })?;
-        if pairs.is_empty() {
+        if names.pairs.is_empty() {
             return Err(Error::new(ErrorKind::Adapter, format!("`{}`: no tensors", path.display())));
         }
-        let decoder = decode::Decoder { file: &file, config: &config, model };
-        let mut factors = decoder.factors(&pairs)?;
+        let decoder = decode::Decoder { file: &file, config: &config, model, share };
+        let decode::Decoded { mut factors, mut places } = decoder.decode(&names)?;
         factors.sort_by_key(Factor::place);
-        if let Some([_, twice]) = factors.windows(2).find(|w| w[0].place() == w[1].place()) {
-            let (layer, site, expert) = twice.place();
+        places.sort_unstable();
+        if let Some([_, twice]) = places.windows(2).find(|w| w[0] == w[1]) {
+            let (layer, site, expert) = twice;
             let message = format!(
                 "`{}`: layer {layer}, {site:?}, expert {expert}: both fused and as a module of its own",
                 path.display()
             );
             return Err(Error::new(ErrorKind::Adapter, message));
         }
-        Ok(Self { path: dir.to_owned(), factors, bytes_read: file.bytes_read() })
+        Ok(Self { path: dir.to_owned(), factors, bytes_read: file.bytes_read(), share: share.cloned() })
+    }
+
+    /// The factors of one layer.
+    pub(crate) fn of_layer(&self, layer: usize) -> &[Factor] {
+        let begin = self.factors.partition_point(|f| f.layer < layer);
+        let end = self.factors.partition_point(|f| f.layer <= layer);
+        &self.factors[begin..end]
+    }
+}
+
+impl Site {
+    /// True for the projections of routed experts, of which ranks hold parts.
+    pub(crate) const fn of_expert(self) -> bool {
+        matches!(self, Self::ExpertGate | Self::ExpertUp | Self::ExpertDown)
     }
 }
 

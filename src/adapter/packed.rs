@@ -1,38 +1,38 @@
 //! Pairs with a dimension for the experts: A `[E, R, in]` and B `[E, out, R]`, either `[1, …]` when all experts share it
 //! (Megatron-Bridge, SkyRL, Tinker).
 
-use std::sync::Arc;
-
-use super::decode::Decoder;
+use super::Site;
+use super::decode::{Decoded, Decoder, Sources, Whole};
 use super::names::{Packed, Pair};
-use super::{Factor, Matrix, Site, layout};
-use crate::checkpoint::ExpertPart;
-use crate::error::Result;
+use super::window::{Window, Windows};
+use crate::error::{ErrorKind, Result};
 
-/// One matrix of every expert, or the one that all share.
-struct Side {
-    matrices: Vec<Arc<Matrix>>,
+/// One side of all experts, or the one that all share.
+struct Side<'a> {
+    from: Windows<'a>,
+    shape: [usize; 2],
+    shared: bool,
 }
 
-impl Side {
-    fn of(&self, expert: usize) -> &Arc<Matrix> {
-        // One for all, or one for each.
-        &self.matrices[if self.matrices.len() == 1 { 0 } else { expert }]
-    }
-
-    /// `n` rows from `first` on of each; what was shared stays shared.
-    fn rows(&self, first: usize, n: usize) -> Self {
-        Self { matrices: self.matrices.iter().map(|m| Arc::new(layout::rows(m, first, n))).collect() }
+impl Side<'_> {
+    /// The whole matrix of an expert.
+    fn window(&self, expert: usize) -> Window {
+        let [rows, cols] = self.shape;
+        Window::dense(self.shape, if self.shared { 0 } else { expert * rows * cols })
     }
 }
 
-impl Decoder<'_> {
+impl<'f> Decoder<'f> {
     /// The factors of all experts of a packed pair.
-    pub(super) fn packed(&self, pair: &Pair, layer: usize, part: Packed, factors: &mut Vec<Factor>) -> Result<()> {
-        let family = self.model.family;
-        let probe = ExpertPart::Down.fused_role(layer);
-        if family.shape(probe, self.model).is_none() {
-            return Err(self.does_not_fit(&pair.a, "the model has no experts in this layer".to_owned()));
+    pub(super) fn packed(&self, pair: &Pair, layer: usize, part: Packed, to: &mut Decoded) -> Result<()> {
+        self.need_experts(pair, layer)?;
+        let table = self.model.family.table();
+        if !table.gated() && matches!(part, Packed::GateUp | Packed::Gate) {
+            return Err(self.does_not_fit(&pair.a, "the experts of the model have no gate".to_owned()));
+        }
+        if table.interleaved && part == Packed::GateUp {
+            let message = "packed gate and up are not supported where the model keeps them row by row".to_owned();
+            return Err(self.at(ErrorKind::Unsupported, &pair.a, message));
         }
         let (d, f) = (self.model.moe.hidden, self.model.moe.expert_width);
         let (out, inn) = match part {
@@ -41,42 +41,31 @@ impl Decoder<'_> {
             Packed::Down => (d, f),
         };
         let (rank, scale) = self.rank_and_scale(&pair.module)?;
-        let a = self.side(&pair.a, [rank, inn])?;
-        let b = self.side(&pair.b, [out, rank])?;
-        let mut push = |site, b: &Side| {
-            factors.extend((0..self.model.moe.experts).map(|expert| Factor {
-                layer,
-                site,
-                expert,
-                rank,
-                scale,
-                a: a.of(expert).clone(),
-                b: b.of(expert).clone(),
-            }));
+        let (a, b) = (self.side(&pair.a, [rank, inn])?, self.side(&pair.b, [out, rank])?);
+        let windows: Vec<_> = (0..self.model.moe.experts).map(|expert| (a.window(expert), b.window(expert))).collect();
+        let mut from = Sources { a: a.from, b: b.from, bias: None };
+        let mut push = |site, first: usize, n: usize| {
+            windows.iter().enumerate().try_for_each(|(expert, (a, b))| {
+                let whole = Whole { rank, scale, a: *a, b: b.rows(first, n, 1) };
+                self.push((layer, site, expert), &whole, &mut from, to)
+            })
         };
         match part {
             Packed::GateUp => {
-                push(Site::ExpertGate, &b.rows(0, f));
-                push(Site::ExpertUp, &b.rows(f, f));
+                push(Site::ExpertGate, 0, f)?;
+                push(Site::ExpertUp, f, f)
             }
-            Packed::Gate => push(Site::ExpertGate, &b),
-            Packed::Up => push(Site::ExpertUp, &b),
-            Packed::Down => push(Site::ExpertDown, &b),
+            Packed::Gate => push(Site::ExpertGate, 0, f),
+            Packed::Up => push(Site::ExpertUp, 0, f),
+            Packed::Down => push(Site::ExpertDown, 0, d),
         }
-        Ok(())
     }
 
     /// The tensor `name`, `[E, rows, cols]` or `[1, rows, cols]`.
-    fn side(&self, name: &str, [rows, cols]: [usize; 2]) -> Result<Side> {
+    fn side(&self, name: &str, shape: [usize; 2]) -> Result<Side<'f>> {
         let shared = self.file.tensor(name)?.shape.first() == Some(&1);
         let n = if shared { 1 } else { self.model.moe.experts };
-        let view = self.float(name, &[n, rows, cols])?;
-        // The view holds n · rows · cols elements.
-        let n_bytes = rows * cols * view.dtype.size();
-        let matrices = (0..n).map(|i| {
-            let bytes = view.bytes(i * n_bytes..(i + 1) * n_bytes)?.to_vec();
-            Ok(Arc::new(Matrix { dtype: view.dtype, rows, cols, bytes }))
-        });
-        Ok(Side { matrices: matrices.collect::<Result<_>>()? })
+        let view = self.float(name, &[n, shape[0], shape[1]])?;
+        Ok(Side { from: Windows::new(view, self.holds_all()), shape, shared })
     }
 }

@@ -3,6 +3,7 @@
 use crate::adapter::Site;
 use crate::checkpoint::{MlpKind, ModelConfig};
 use crate::kernels::lora::LoraSite;
+use crate::placement::ExpertShare;
 
 /// The sites of one layer. Entries of a site follow those of the one before.
 #[derive(Debug, Clone)]
@@ -25,9 +26,42 @@ pub struct LayerSites {
     pub entries: usize,
 }
 
+/// The sites outside the layers.
+#[derive(Debug, Clone)]
+pub struct EndSites {
+    /// The token embedding. Its input is a token, a column of A out of `in_dim`.
+    pub embedding: LoraSite,
+    /// The LM head.
+    pub lm_head: LoraSite,
+    /// Adapter slots L.
+    pub slots: usize,
+    /// Entries of their index.
+    pub entries: usize,
+}
+
+impl EndSites {
+    /// The sites of a model with `slots` adapter slots.
+    pub fn new(config: &ModelConfig, slots: usize) -> Self {
+        let (d, vocab) = (config.hidden, config.vocab);
+        let embedding = LoraSite { index_base: 0, out_dims: vec![d], in_dim: vocab };
+        let lm_head = LoraSite { index_base: slots, out_dims: vec![vocab], in_dim: d };
+        Self { embedding, lm_head, slots, entries: 2 * slots }
+    }
+}
+
+/// The places of one entry of the pool.
+#[derive(Debug, Clone)]
+pub(crate) enum PoolSites {
+    /// Those of a layer, and what this rank holds of its experts: `None` with a dense MLP.
+    Layer(LayerSites, Option<ExpertShare>),
+    /// Those outside the layers.
+    Ends(EndSites),
+}
+
 impl LayerSites {
-    /// The sites of a layer of `kind` with `experts` experts held by this rank and `slots` adapter slots.
-    pub fn new(config: &ModelConfig, kind: MlpKind, experts: usize, slots: usize) -> Self {
+    /// The sites of a layer of `kind` on a rank that holds `share` of its experts, with `slots` adapter slots. A layer
+    /// without experts takes no share.
+    pub fn new(config: &ModelConfig, kind: MlpKind, share: &ExpertShare, slots: usize) -> Self {
         let mut entries = 0;
         let mut site = |out_dims: Vec<usize>, in_dim: usize, experts: usize| {
             let index_base = entries;
@@ -39,31 +73,12 @@ impl LayerSites {
         let qkv = site(vec![q, kv, kv], d, 1);
         let o = site(vec![d], q, 1);
         let (router, experts, width) = match kind {
-            MlpKind::Experts => (Some(site(vec![config.moe.experts], d, 1)), experts, config.moe.expert_width),
+            MlpKind::Experts => (Some(site(vec![config.moe.experts], d, 1)), share.experts(), share.padded_width()),
             MlpKind::Dense => (None, 1, config.dense_width),
         };
         let gate_up = site(vec![width, width], d, experts);
         let down = site(vec![d], width, experts);
         Self { qkv, o, router, gate_up, down, experts, slots, entries }
-    }
-
-    /// `[out, in]` of a projection. `None` where the layer (with `routed` experts or a dense MLP) has no such projection.
-    pub fn shape(&self, site: Site, routed: bool) -> Option<[usize; 2]> {
-        let (of, projection) = match site {
-            Site::Q => (&self.qkv, 0),
-            Site::K => (&self.qkv, 1),
-            Site::V => (&self.qkv, 2),
-            Site::O => (&self.o, 0),
-            Site::Router => (self.router.as_ref()?, 0),
-            Site::Gate if !routed => (&self.gate_up, 0),
-            Site::Up if !routed => (&self.gate_up, 1),
-            Site::Down if !routed => (&self.down, 0),
-            Site::ExpertGate if routed => (&self.gate_up, 0),
-            Site::ExpertUp if routed => (&self.gate_up, 1),
-            Site::ExpertDown if routed => (&self.down, 0),
-            _ => return None,
-        };
-        Some([of.out_dims[projection], of.in_dim])
     }
 
     /// The index entry of a projection; `expert` is this rank's id. `None` where the layer has no such projection.
@@ -77,7 +92,83 @@ impl LayerSites {
             Site::Gate | Site::ExpertGate => (&self.gate_up, 0, self.experts),
             Site::Up | Site::ExpertUp => (&self.gate_up, 1, self.experts),
             Site::Down | Site::ExpertDown => (&self.down, 0, self.experts),
+            _ => return None,
         };
         Some(site.index_base + (slot * experts + expert) * site.out_dims.len() + projection)
+    }
+}
+
+impl PoolSites {
+    /// `[out, in]` of a whole projection, over all ranks. `None` where the layer has no such projection.
+    pub fn shape(&self, site: Site) -> Option<[usize; 2]> {
+        let of = |site: &LoraSite, projection: usize| Some([site.out_dims[projection], site.in_dim]);
+        let (s, share) = match self {
+            Self::Layer(sites, share) => (sites, share),
+            Self::Ends(ends) => {
+                return match site {
+                    Site::Embedding => of(&ends.embedding, 0),
+                    Site::LmHead => of(&ends.lm_head, 0),
+                    _ => None,
+                };
+            }
+        };
+        match (site, share) {
+            (Site::Q, _) => of(&s.qkv, 0),
+            (Site::K, _) => of(&s.qkv, 1),
+            (Site::V, _) => of(&s.qkv, 2),
+            (Site::O, _) => of(&s.o, 0),
+            (Site::Router, _) => of(s.router.as_ref()?, 0),
+            (Site::Gate, None) => of(&s.gate_up, 0),
+            (Site::Up, None) => of(&s.gate_up, 1),
+            (Site::Down, None) => of(&s.down, 0),
+            // What the device holds of the width is cut and padded.
+            (Site::ExpertGate | Site::ExpertUp, Some(share)) => Some([share.full_width(), s.gate_up.in_dim]),
+            (Site::ExpertDown, Some(share)) => Some([s.down.out_dims[0], share.full_width()]),
+            _ => None,
+        }
+    }
+
+    /// What this rank holds of the experts, for the sites of routed experts.
+    pub fn share(&self, site: Site) -> Option<&ExpertShare> {
+        self.experts().filter(|_| site.of_expert())
+    }
+
+    /// What this rank holds of the experts; `None` where there are none.
+    pub fn experts(&self) -> Option<&ExpertShare> {
+        match self {
+            Self::Layer(_, share) => share.as_ref(),
+            Self::Ends(_) => None,
+        }
+    }
+
+    /// The index entry of a projection in slot 0; `expert` is this rank's id.
+    pub fn entry(&self, site: Site, expert: usize) -> Option<usize> {
+        match (self, site) {
+            (Self::Layer(sites, _), _) => sites.entry(0, site, expert),
+            (Self::Ends(ends), Site::Embedding) => Some(ends.embedding.index_base),
+            (Self::Ends(ends), Site::LmHead) => Some(ends.lm_head.index_base),
+            _ => None,
+        }
+    }
+
+    /// Entries of all slots.
+    pub fn entries(&self) -> usize {
+        match self {
+            Self::Layer(sites, _) => sites.entries,
+            Self::Ends(ends) => ends.entries,
+        }
+    }
+
+    /// For each site, the first entry of slot 0 and the entries of one slot.
+    pub fn blocks(&self) -> Vec<(usize, usize)> {
+        let of = |site: &LoraSite, experts: usize| (site.index_base, experts * site.out_dims.len());
+        match self {
+            Self::Ends(ends) => vec![of(&ends.embedding, 1), of(&ends.lm_head, 1)],
+            Self::Layer(s, _) => {
+                let mut all = vec![of(&s.qkv, 1), of(&s.o, 1), of(&s.gate_up, s.experts), of(&s.down, s.experts)];
+                all.extend(s.router.as_ref().map(|site| of(site, 1)));
+                all
+            }
+        }
     }
 }

@@ -6,7 +6,8 @@ use serde_json::Value;
 
 use super::untrusted::Object;
 use crate::error::{ErrorKind, Result};
-use crate::family::Family;
+use crate::family::table::Table;
+use crate::family::{Family, Role};
 use crate::shape::MoeShape;
 
 /// Largest width of anything (hidden, expert, MLP), so that no product of sizes overflows.
@@ -35,7 +36,7 @@ pub struct ModelConfig {
     pub head_dim: usize,
     /// Epsilon of every RMS norm.
     pub rms_eps: f64,
-    /// Base of the rotary frequencies.
+    /// Base of the rotary frequencies; 0 where positions are not rotary.
     pub rope_theta: f64,
     /// Longest context the model was made for, in tokens.
     pub max_positions: usize,
@@ -43,12 +44,16 @@ pub struct ModelConfig {
     pub tie_embeddings: bool,
     /// Width of the dense MLP of layers without experts.
     pub dense_width: usize,
+    /// Width of the expert that every token visits; 0 where there is none.
+    pub shared_width: usize,
     /// Sizes of the mixture-of-experts layers.
     pub moe: MoeShape,
     /// Top-k weights are divided by their sum.
     pub norm_topk_prob: bool,
     /// The MLP of each layer, in order.
     pub layers: Vec<MlpKind>,
+    /// What each layer consists of, in families whose layers differ in that; empty where each has attention and an MLP.
+    pub mixers: Vec<Mixer>,
     /// Ids that end an answer: from `generation_config.json`, else from `config.json`; may be empty.
     pub stop_ids: Vec<u32>,
 }
@@ -62,6 +67,19 @@ pub enum MlpKind {
     Dense,
 }
 
+/// What a decoder layer consists of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mixer {
+    /// Attention and an MLP.
+    Both,
+    /// Attention alone.
+    Attention,
+    /// An MLP alone.
+    Mlp,
+    /// Neither (a state-space mixer).
+    Other,
+}
+
 impl ModelConfig {
     /// Reads `config.json` (and `generation_config.json`, if there) of the model folder `dir`.
     ///
@@ -69,11 +87,18 @@ impl ModelConfig {
     /// `rope_parameters`, `dtype`).
     ///
     /// Errors: `Io` and `Format` for the files; `Config` for a value that is missing or implausible; `Unsupported` for a
-    /// family or a setting that would change the result and is not implemented.
+    /// family that is not known and, where it has a decoder here, a setting that would change the result and is not
+    /// implemented.
     pub fn open(dir: &Path) -> Result<Self> {
         let file = Object::open(&dir.join("config.json"))?;
         let family = family(&file)?;
-        refuse_unsupported(&file)?;
+        let table = family.table();
+        if family.has_decoder() {
+            refuse_unsupported(&file)?;
+        }
+        if family == Family::Qwen2Moe && file.get("qkv_bias").is_some() && !file.flag("qkv_bias")? {
+            return Err(file.unsupported("`qkv_bias`: expected true, got false"));
+        }
 
         let hidden = file.need_count("hidden_size", 1..=MAX_WIDTH)?;
         let vocab = file.need_count("vocab_size", 1..=MAX_VOCAB)?;
@@ -102,23 +127,31 @@ impl ModelConfig {
             return Err(config_error(format!("`head_dim`: expected at most {MAX_WIDTH} over all heads")));
         }
 
-        let experts = experts(&file)?;
+        let keys = &table.keys;
+        let optional = |key: Option<&str>, least| key.map_or(Ok(None), |key| file.count(key, least..=MAX_WIDTH));
+        let experts = experts(&file, keys.experts)?;
         let moe = MoeShape {
             experts,
             top_k: file.need_count("num_experts_per_tok", 1..=experts)?,
-            hidden,
-            expert_width: file.need_count("moe_intermediate_size", 1..=MAX_WIDTH)?,
+            hidden: optional(keys.latent_width, 1)?.unwrap_or(hidden),
+            expert_width: file.need_count(keys.expert_width, 1..=MAX_WIDTH)?,
         };
-        let layers = layers(&file)?;
-        let dense_width = if layers.contains(&MlpKind::Dense) {
+        let (layers, mixers) = if keys.mixers { mixed_layers(&file)? } else { (layers(&file, table)?, Vec::new()) };
+        let is_dense = |(i, kind): (usize, &MlpKind)| {
+            *kind == MlpKind::Dense && mixers.get(i).is_none_or(|mixer| matches!(mixer, Mixer::Both | Mixer::Mlp))
+        };
+        let dense_width = if layers.iter().enumerate().any(is_dense) {
             file.need_count("intermediate_size", 1..=MAX_WIDTH)?
+        } else if keys.expert_width == "intermediate_size" {
+            0
         } else {
             file.count("intermediate_size", 0..=MAX_WIDTH)?.unwrap_or(0)
         };
 
-        let rms_eps = file.number("rms_norm_eps")?.unwrap_or(1e-6);
+        let (eps_key, default) = keys.rms_eps;
+        let rms_eps = file.number(eps_key)?.unwrap_or(default);
         if !(0.0..1.0).contains(&rms_eps) {
-            return Err(config_error(format!("`rms_norm_eps`: expected a number from 0 to 1, got {rms_eps}")));
+            return Err(config_error(format!("`{eps_key}`: expected a number from 0 to 1, got {rms_eps}")));
         }
         Ok(Self {
             family,
@@ -128,13 +161,15 @@ impl ModelConfig {
             kv_heads,
             head_dim,
             rms_eps,
-            rope_theta: rope_theta(&file)?,
+            rope_theta: if keys.rotary { rope_theta(&file)? } else { 0.0 },
             max_positions: file.count("max_position_embeddings", 1..=MAX_POSITIONS)?.unwrap_or(32768),
             tie_embeddings: file.flag("tie_word_embeddings")?,
             dense_width,
+            shared_width: optional(keys.shared_width, 0)?.unwrap_or(0),
             moe,
             norm_topk_prob: file.flag("norm_topk_prob")?,
             layers,
+            mixers,
             stop_ids: stop_ids(dir, &file, vocab)?,
         })
     }
@@ -142,6 +177,11 @@ impl ModelConfig {
     /// Number of decoder layers.
     pub fn n_layers(&self) -> usize {
         self.layers.len()
+    }
+
+    /// What the layer `layer` consists of.
+    pub fn mixer(&self, layer: usize) -> Mixer {
+        self.mixers.get(layer).copied().unwrap_or(Mixer::Both)
     }
 }
 
@@ -210,22 +250,27 @@ fn whole_rotary(object: &Object) -> Result<()> {
     }
 }
 
-fn experts(file: &Object) -> Result<usize> {
-    let old = file.count("num_experts", 1..=MAX_COUNT)?;
-    let new = file.count("num_local_experts", 1..=MAX_COUNT)?;
-    match (old, new) {
-        (Some(a), Some(b)) if a != b => {
-            Err(file
-                .error(ErrorKind::Config, format!("`num_local_experts`: expected {a} as in `num_experts`, got {b}")))
+fn experts(file: &Object, keys: &[&str]) -> Result<usize> {
+    let mut found = None;
+    for key in keys {
+        match (found, file.count(key, 1..=MAX_COUNT)?) {
+            (Some((first, a)), Some(b)) if a != b => {
+                let message = format!("`{key}`: expected {a} as in `{first}`, got {b}");
+                return Err(file.error(ErrorKind::Config, message));
+            }
+            (None, Some(n)) => found = Some((*key, n)),
+            _ => {}
         }
-        (Some(n), _) | (None, Some(n)) => Ok(n),
-        (None, None) => Err(file.missing("num_experts")),
     }
+    found.map(|(_, n)| n).ok_or_else(|| file.missing(keys.first().copied().unwrap_or_default()))
 }
 
 /// The MLP of each layer, as transformers decides it (`Qwen3MoeDecoderLayer`).
-fn layers(file: &Object) -> Result<Vec<MlpKind>> {
+fn layers(file: &Object, table: &Table) -> Result<Vec<MlpKind>> {
     let n = file.need_count("num_hidden_layers", 1..=MAX_COUNT)?;
+    if !table.in_layer().any(|(_, role)| role(0) == (Role::DenseDown { layer: 0 })) {
+        return Ok(vec![MlpKind::Experts; n]);
+    }
     let step = file.count("decoder_sparse_step", 1..=MAX_COUNT)?.unwrap_or(1);
     let mut layers: Vec<_> =
         (1..=n).map(|i| if i.is_multiple_of(step) { MlpKind::Experts } else { MlpKind::Dense }).collect();
@@ -239,6 +284,28 @@ fn layers(file: &Object) -> Result<Vec<MlpKind>> {
         Some(other) => return Err(file.wrong("mlp_only_layers", "a list of layers", other)),
     }
     Ok(layers)
+}
+
+/// MLP and kind of each layer, from a list of names or, in older files, a letter for each.
+fn mixed_layers(file: &Object) -> Result<(Vec<MlpKind>, Vec<Mixer>)> {
+    let listed = ["layers_block_type", "layer_types"].into_iter().find(|key| file.get(key).is_some());
+    let (key, names): (_, Vec<String>) = match (listed, file.text("hybrid_override_pattern")?) {
+        (Some(key), _) => (key, file.strings(key)?),
+        (None, Some(pattern)) => ("hybrid_override_pattern", pattern.chars().map(String::from).collect()),
+        (None, None) => return Err(file.missing("layers_block_type")),
+    };
+    if names.is_empty() || names.len() > MAX_COUNT {
+        let message = format!("`{key}`: expected 1 to {MAX_COUNT} layers, got {}", names.len());
+        return Err(file.error(ErrorKind::Config, message));
+    }
+    let layers = names.iter().map(|name| match name.as_str() {
+        "moe" | "E" => Ok((MlpKind::Experts, Mixer::Mlp)),
+        "mlp" | "-" => Ok((MlpKind::Dense, Mixer::Mlp)),
+        "attention" | "full_attention" | "*" => Ok((MlpKind::Dense, Mixer::Attention)),
+        "mamba" | "linear_attention" | "M" => Ok((MlpKind::Dense, Mixer::Other)),
+        other => Err(file.unsupported(format!("`{key}`: no layer is called `{}`", super::untrusted::shown(other)))),
+    });
+    Ok(layers.collect::<Result<Vec<_>>>()?.into_iter().unzip())
 }
 
 fn rope_theta(file: &Object) -> Result<f64> {

@@ -1,18 +1,22 @@
 //! Model folders on disk: names, types, shapes and byte ranges, validated once, never copied.
 
+pub mod block;
 pub mod config;
+mod experts;
 pub(crate) mod file;
 pub(crate) mod header;
 pub mod index;
 mod pickle;
 pub mod safetensors;
+mod source;
 pub mod torch;
 pub(crate) mod untrusted;
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-pub use config::{MlpKind, ModelConfig};
+pub use block::Block;
+pub use config::{Mixer, MlpKind, ModelConfig};
 pub use index::Shards;
 pub use safetensors::{SafetensorsFile, TensorHeader, TensorView};
 pub use torch::TorchFile;
@@ -34,28 +38,16 @@ pub struct Checkpoint {
     shards: Shards,
 }
 
-/// One projection of one expert, row-major, as stored.
-#[derive(Debug, Clone, Copy)]
-pub struct ExpertSlice<'a> {
-    /// Storage type: f32, f16 or bf16.
-    pub dtype: DType,
-    /// Outputs: F for gate and up, D for down.
-    pub rows: usize,
-    /// Inputs: D for gate and up, F for down.
-    pub cols: usize,
-    /// `rows · cols` elements, little-endian.
-    pub bytes: &'a [u8],
-}
-
 impl Checkpoint {
     /// Opens the model folder `dir`. Reads headers only; the weights stay in mapped files, which nobody may change while
     /// the checkpoint is open.
     ///
     /// Errors: those of [`ModelConfig::open`] and [`Shards::open`]; `Tensor` when a tensor of the model is missing or has
     /// another shape or type, is stored twice (fused and per expert), or when the files hold one that the model has not;
-    /// `Unsupported` for a weight of a type that is not read.
+    /// `Unsupported` for a weight of a type that is not read, and for a family whose checkpoints are not read.
     pub fn open(dir: &Path) -> Result<Self> {
         let config = ModelConfig::open(dir)?;
+        config.family.check_weights().map_err(|e| e.within(format!("`{}`", dir.display())))?;
         let shards = Shards::open(dir)?;
         let checkpoint = Self { dir: dir.to_owned(), config, shards };
         checkpoint.check_consumed()?;
@@ -97,53 +89,6 @@ impl Checkpoint {
     /// Bytes of tensor data handed out so far.
     pub fn bytes_read(&self) -> u64 {
         self.shards.bytes_read()
-    }
-
-    /// One projection of one expert, wherever the file keeps it: in a tensor of its own or fused with all the others.
-    /// Only its own bytes count as read.
-    ///
-    /// Errors: `Tensor` when the model has no such layer or expert.
-    pub fn expert_rows(&self, layer: usize, expert: usize, part: ExpertPart) -> Result<ExpertSlice<'_>> {
-        let (view, skip) = self.expert_tensor(layer, expert, part)?;
-        let [rows, cols] = self.expert_shape(part);
-        // The shape was checked on opening, so these products fit.
-        let n_bytes = rows * cols * view.dtype.size();
-        let begin = skip * cols * view.dtype.size();
-        Ok(ExpertSlice { dtype: view.dtype, rows, cols, bytes: view.bytes(begin..begin + n_bytes)? })
-    }
-
-    /// The storage type of one projection of one expert, without reading it; errors as [`expert_rows`](Self::expert_rows).
-    pub fn expert_dtype(&self, layer: usize, expert: usize, part: ExpertPart) -> Result<DType> {
-        Ok(self.expert_tensor(layer, expert, part)?.0.dtype)
-    }
-
-    /// `[out, in]` of one projection of an expert.
-    fn expert_shape(&self, part: ExpertPart) -> [usize; 2] {
-        let (d, f) = (self.config.hidden, self.config.moe.expert_width);
-        match part {
-            ExpertPart::Gate | ExpertPart::Up => [f, d],
-            ExpertPart::Down => [d, f],
-        }
-    }
-
-    /// The tensor that holds one projection of one expert, and how many rows precede it there.
-    fn expert_tensor(&self, layer: usize, expert: usize, part: ExpertPart) -> Result<(TensorView<'_>, usize)> {
-        let single = part.role(layer, expert);
-        if self.config.family.shape(single, &self.config).is_none() {
-            let message = format!("`{}`: no expert {expert} in layer {layer}", self.dir.display());
-            return Err(Error::new(ErrorKind::Tensor, message));
-        }
-        let (f, d) = (self.config.moe.expert_width, self.config.hidden);
-        let skip = match part {
-            ExpertPart::Gate => expert * 2 * f,
-            ExpertPart::Up => expert * 2 * f + f,
-            ExpertPart::Down => expert * d,
-        };
-        let fused = part.fused_role(layer);
-        if self.has(fused) {
-            return Ok((self.role(fused)?, skip));
-        }
-        Ok((self.role(single)?, 0))
     }
 
     fn has(&self, role: Role) -> bool {
@@ -208,28 +153,10 @@ impl Checkpoint {
     fn missing(&self, fused: &HashSet<(usize, ExpertPart)>) -> Vec<String> {
         let config = &self.config;
         let globals = [Some(Role::Embedding), Some(Role::FinalNorm), (!config.tie_embeddings).then_some(Role::LmHead)];
-        let in_layers = config.layers.iter().enumerate().flat_map(|(layer, mlp)| {
-            let attention = [
-                Role::InputNorm { layer },
-                Role::PostAttentionNorm { layer },
-                Role::QNorm { layer },
-                Role::KNorm { layer },
-                Role::Q { layer },
-                Role::K { layer },
-                Role::V { layer },
-                Role::O { layer },
-            ];
-            let mlp = match mlp {
-                MlpKind::Experts => vec![Role::Router { layer }],
-                MlpKind::Dense => {
-                    vec![Role::DenseGate { layer }, Role::DenseUp { layer }, Role::DenseDown { layer }]
-                }
-            };
-            attention.into_iter().chain(mlp)
-        });
+        let in_layers = (0..config.layers.len()).flat_map(|layer| config.family.layer_roles(layer, config));
         let with_experts = (0..config.layers.len()).filter(|&layer| config.layers[layer] == MlpKind::Experts);
         let experts = with_experts
-            .flat_map(|layer| ExpertPart::ALL.map(|part| (layer, part)))
+            .flat_map(|layer| config.family.expert_parts().map(move |part| (layer, part)))
             .filter(|key| !fused.contains(key))
             .flat_map(|(layer, part)| (0..config.moe.experts).map(move |expert| part.role(layer, expert)));
         let needed = globals.into_iter().flatten().chain(in_layers).chain(experts);

@@ -1,46 +1,22 @@
-//! One safetensors file, mapped into memory: validated on opening, read by range, every byte handed out counted.
+//! One safetensors file: validated on opening, read by range, every byte handed out counted.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-
-use memmap2::Mmap;
+use std::sync::atomic::AtomicU64;
 
 use super::header::{self, Entry};
+use super::source::Source;
 use super::untrusted::shown;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 
-/// Maps the regular file `path`, which nobody may change while it is mapped.
-///
-/// Errors: `Io` when it cannot be read or is no regular file; `Format` when it is too short to be anything.
-pub(super) fn map_file(path: &Path) -> Result<Mmap> {
-    let io = |e: std::io::Error| Error::io(path, &e);
-    // Before opening, because opening a pipe blocks.
-    let meta = std::fs::metadata(path).map_err(io)?;
-    if !meta.is_file() {
-        return Err(Error::new(ErrorKind::Io, format!("`{}`: expected a regular file", path.display())));
-    }
-    if meta.len() < 10 {
-        // An empty file cannot be mapped.
-        let message = format!("`{}`: truncated: expected at least 10 bytes, got {}", path.display(), meta.len());
-        return Err(Error::new(ErrorKind::Format, message));
-    }
-    let file = std::fs::File::open(path).map_err(io)?;
-    // SAFETY: the map is read-only and only ever seen as `&[u8]`. It is sound as long as nobody changes or truncates
-    // the file while it is mapped; the documentation of `Checkpoint::open` and `Adapter::open` asks for that.
-    unsafe { Mmap::map(&file) }.map_err(io)
-}
-
 /// A validated safetensors file.
 #[derive(Debug)]
 pub struct SafetensorsFile {
-    path: PathBuf,
-    map: Mmap,
+    source: Source,
     entries: BTreeMap<String, Entry>,
-    bytes_read: Arc<AtomicU64>,
 }
 
 impl SafetensorsFile {
@@ -54,15 +30,15 @@ impl SafetensorsFile {
 
     /// [`open`](Self::open) with a counter that several files share.
     pub(crate) fn open_counted(path: &Path, bytes_read: Arc<AtomicU64>) -> Result<Self> {
-        let map = map_file(path)?;
+        let source = Source::open(path, bytes_read)?;
         let format = |message: String| Error::new(ErrorKind::Format, format!("`{}`: {message}", path.display()));
-        let entries = header::parse(&map).map_err(format)?;
-        Ok(Self { path: path.to_owned(), map, entries, bytes_read })
+        let entries = header::parse(source.map()).map_err(format)?;
+        Ok(Self { source, entries })
     }
 
     /// The path it was opened with.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.source.path()
     }
 
     /// The names of its tensors, sorted.
@@ -85,22 +61,20 @@ impl SafetensorsFile {
     /// Errors: `Tensor` when there is none; `Unsupported` when its type is one of the format's that is not read here.
     pub fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
         let fail = |kind, message: String| {
-            Err(Error::new(kind, format!("`{}`: tensor `{}`{message}", self.path.display(), shown(name))))
+            Err(Error::new(kind, format!("`{}`: tensor `{}`{message}", self.path().display(), shown(name))))
         };
         let Some((name, entry)) = self.entries.get_key_value(name) else {
             return fail(ErrorKind::Tensor, " is missing".to_owned());
         };
         match entry.dtype {
-            Ok(dtype) => {
-                Ok(TensorView::new(name, dtype, &entry.shape, &self.map[entry.begin..entry.end], &self.bytes_read))
-            }
+            Ok(dtype) => Ok(TensorView::new(name, dtype, &entry.shape, &self.source, entry.begin..entry.end)),
             Err(got) => fail(ErrorKind::Unsupported, format!(": expected `F32`, `F16`, `BF16` or `I32`, got `{got}`")),
         }
     }
 
     /// Bytes of tensor data handed out so far.
     pub fn bytes_read(&self) -> u64 {
-        self.bytes_read.load(Ordering::Relaxed)
+        self.source.bytes_read()
     }
 }
 
@@ -126,49 +100,60 @@ pub struct TensorView<'a> {
     pub dtype: DType,
     /// Sizes, slowest dimension first.
     pub shape: &'a [usize],
-    data: &'a [u8],
-    bytes_read: &'a AtomicU64,
+    source: &'a Source,
+    begin: usize,
+    end: usize,
 }
 
 impl<'a> TensorView<'a> {
-    /// A view of `data`, which holds exactly the elements of `shape`.
+    /// A view of the bytes `range` of `source`, which are exactly the elements of `shape`.
     pub(super) fn new(
         name: &'a str,
         dtype: DType,
         shape: &'a [usize],
-        data: &'a [u8],
-        bytes_read: &'a AtomicU64,
+        source: &'a Source,
+        Range { start: begin, end }: Range<usize>,
     ) -> Self {
-        Self { name, dtype, shape, data, bytes_read }
+        Self { name, dtype, shape, source, begin, end }
     }
 
     /// Size of the tensor, in bytes.
     pub fn n_bytes(&self) -> usize {
-        self.data.len()
+        self.end - self.begin
+    }
+
+    /// Where the bytes `range` of the tensor are in the file.
+    ///
+    /// Errors: `Tensor` when the range leaves the tensor.
+    fn within(&self, range: Range<usize>) -> Result<Range<usize>> {
+        if range.start > range.end || range.end > self.n_bytes() {
+            let expected = format!("expected a range within {} bytes, got {range:?}", self.n_bytes());
+            return Err(Error::new(ErrorKind::Tensor, format!("tensor `{}`: {expected}", shown(self.name))));
+        }
+        Ok(self.begin + range.start..self.begin + range.end)
     }
 
     /// The bytes `range` of the tensor (row-major, little-endian, not aligned), counted as read.
     ///
     /// Errors: `Tensor` when the range leaves the tensor.
     pub fn bytes(&self, range: Range<usize>) -> Result<&'a [u8]> {
-        let Some(bytes) = self.data.get(range.clone()) else {
-            return Err(Error::new(
-                ErrorKind::Tensor,
-                format!(
-                    "tensor `{}`: expected a range within {} bytes, got {range:?}",
-                    shown(self.name),
-                    self.data.len()
-                ),
-            ));
-        };
-        self.bytes_read.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        Ok(bytes)
+        let range = self.within(range)?;
+        self.source.count(range.len());
+        Ok(&self.source.map()[range])
+    }
+
+    /// Reads the bytes from `begin` on into `to`, past the map.
+    ///
+    /// Errors: `Tensor` when that leaves the tensor, `Io` when the file cannot be read.
+    pub(crate) fn read(&self, begin: usize, to: &mut [u8]) -> Result<()> {
+        let range = self.within(begin..begin.saturating_add(to.len()))?;
+        self.source.read(range, to).map_err(|e| e.within(format!("tensor `{}`", shown(self.name))))
     }
 
     /// All bytes of the tensor, counted as read.
     pub fn all(&self) -> &'a [u8] {
-        self.bytes_read.fetch_add(self.data.len() as u64, Ordering::Relaxed);
-        self.data
+        self.source.count(self.n_bytes());
+        &self.source.map()[self.begin..self.end]
     }
 
     /// Every element as f32 (all bytes counted as read).

@@ -7,15 +7,15 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
-use memmap2::Mmap;
 use rawzip::{CompressionMethod, ZipArchive};
 
 use super::pickle::{Id, Pickle, Refusal, Tensor};
-use super::safetensors::{TensorHeader, TensorView, map_file};
+use super::safetensors::{TensorHeader, TensorView};
+use super::source::Source;
 use super::untrusted::shown;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
@@ -28,10 +28,8 @@ const LEGACY: &[u8] = &[0x80, 2];
 /// A validated file of `torch.save` (`pytorch_model.bin`, `adapter_model.bin`, `.pt`).
 #[derive(Debug)]
 pub struct TorchFile {
-    path: PathBuf,
-    map: Mmap,
+    source: Source,
     entries: BTreeMap<String, Entry>,
-    bytes_read: Arc<AtomicU64>,
 }
 
 /// One tensor of a file.
@@ -57,15 +55,15 @@ impl TorchFile {
 
     /// [`open`](Self::open) with a counter that several files share.
     pub(crate) fn open_counted(path: &Path, bytes_read: Arc<AtomicU64>) -> Result<Self> {
-        let map = map_file(path)?;
-        let entries =
-            parse(&map).map_err(|(kind, message)| Error::new(kind, format!("`{}`: {message}", path.display())))?;
-        Ok(Self { path: path.to_owned(), map, entries, bytes_read })
+        let source = Source::open(path, bytes_read)?;
+        let entries = parse(source.map())
+            .map_err(|(kind, message)| Error::new(kind, format!("`{}`: {message}", path.display())))?;
+        Ok(Self { source, entries })
     }
 
     /// The path it was opened with.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.source.path()
     }
 
     /// The names of its tensors, sorted.
@@ -88,22 +86,20 @@ impl TorchFile {
     /// Errors: `Tensor` when there is none; `Unsupported` when its type is not read here or it is not contiguous.
     pub fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
         let fail = |kind, message: &str| {
-            Err(Error::new(kind, format!("`{}`: tensor `{}`{message}", self.path.display(), shown(name))))
+            Err(Error::new(kind, format!("`{}`: tensor `{}`{message}", self.path().display(), shown(name))))
         };
         let Some((name, entry)) = self.entries.get_key_value(name) else {
             return fail(ErrorKind::Tensor, " is missing");
         };
         match &entry.data {
-            Ok((dtype, range)) => {
-                Ok(TensorView::new(name, *dtype, &entry.shape, &self.map[range.clone()], &self.bytes_read))
-            }
+            Ok((dtype, range)) => Ok(TensorView::new(name, *dtype, &entry.shape, &self.source, range.clone())),
             Err(reason) => fail(ErrorKind::Unsupported, &format!(": {reason}")),
         }
     }
 
     /// Bytes of tensor data handed out so far.
     pub fn bytes_read(&self) -> u64 {
-        self.bytes_read.load(Ordering::Relaxed)
+        self.source.bytes_read()
     }
 }
 

@@ -59,7 +59,8 @@ impl Engine {
     /// # Errors
     /// [`ErrorKind::Device`] when the device was lost; nothing more will come then.
     pub fn poll(&mut self) -> Result<Vec<Event>> {
-        self.gpu
+        self.runner
+            .gpu
             .device()
             .poll(wgpu::PollType::Poll)
             .map_err(|e| Error::new(ErrorKind::Device, format!("device: {e}")))?;
@@ -75,7 +76,7 @@ impl Engine {
             && let Some(first) = self.in_flight.front()
         {
             let wait = wgpu::PollType::Wait { submission_index: Some(first.submission.clone()), timeout: None };
-            self.gpu.device().poll(wait).map_err(|e| Error::new(ErrorKind::Device, format!("device: {e}")))?;
+            self.runner.gpu.device().poll(wait).map_err(|e| Error::new(ErrorKind::Device, format!("device: {e}")))?;
         }
         self.collect()
     }
@@ -84,7 +85,11 @@ impl Engine {
         while let Some(state) = self.in_flight.front().map(|s| s.mapped.0.load(Ordering::Acquire)) {
             match state {
                 READY => {}
-                PENDING => break,
+                PENDING => {
+                    // What is on a lost device never arrives.
+                    self.runner.gpu.check()?;
+                    break;
+                }
                 _ => return Err(Error::new(ErrorKind::Device, "device: lost while a step was running")),
             }
             if let Some(step) = self.in_flight.pop_front() {
@@ -138,6 +143,7 @@ impl Engine {
                 continue;
             }
             s.arrived += 1;
+            s.last = token as u32;
             let stop = s.request.stop_ids.contains(&(token as u32));
             let full = s.arrived >= s.max_tokens;
             self.events.push(Event::Token { sequence: *id, id: token as u32 });

@@ -3,129 +3,127 @@
 //! [`Engine::begin_step`] records and submits one step and returns; [`Engine::poll`] collects what has finished.
 //! Neither waits for the device. Sampled ids stay on the device and feed the next step, so two steps can be on the way; a stop id is
 //! therefore seen one step late, and the step already begun is discarded for that sequence.
+//!
+//! Over several ranks, rank 0 has the engine and tells its [`Worker`]s the rows of each step.
 
-mod in_flight;
 mod request;
-mod schedule;
 mod sequence;
+mod schedule;
+mod runner;
+mod in_flight;
+mod worker;
 
 pub use crate::adapter::pool::AdapterId;
 pub use request::{EngineOptions, Event, FinishReason, Request, Sampling, SequenceId};
+pub use worker::Worker;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use crate::adapter::Adapter;
-use crate::adapter::pool::AdapterPool;
-use crate::checkpoint::{MlpKind, ModelConfig};
+use crate::checkpoint::ModelConfig;
 use crate::error::{Error, ErrorKind, Result};
+use crate::exchange::{self, Exchange, Ranks};
 use crate::gpu::Gpu;
-use crate::kernels::rope::{AttentionShape, rotary_table};
-use crate::kernels::{Recording, View};
-use crate::model::cache::BLOCK_SIZE;
-use crate::model::{KvCache, Model};
-use crate::plan::memory::engine_sizes;
+use crate::model::Model;
 use in_flight::InFlight;
+use runner::Runner;
 use sequence::Sequence;
+use worker::{check_adapter, tell};
 
 /// Steps that may be on the device at a time.
 const DEPTH: usize = 2;
+
 /// Runs one model for many sequences.
 pub struct Engine {
-    gpu: Gpu,
-    model: Model,
+    runner: Runner,
+    /// `None`: this rank is the only one.
+    ranks: Option<Ranks>,
     options: EngineOptions,
-    attention: AttentionShape,
-    cache: KvCache,
-    pool: AdapterPool,
-    rec: Recording,
-    rotary: View,
-    last_ids: View,
-    block_table: View,
-    status: View,
-    max_logit_rows: usize,
     adapters: HashMap<AdapterId, Arc<Adapter>>,
     names: HashMap<String, AdapterId>,
     /// Every sequence that has not ended, by id: also the order of service.
     sequences: BTreeMap<SequenceId, Sequence>,
     free_rows: Vec<u32>,
+    /// Cache blocks that the other ranks have not heard of.
+    new_blocks: Vec<(u32, Vec<u32>)>,
     in_flight: VecDeque<InFlight>,
     readback: Vec<wgpu::Buffer>,
     events: Vec<Event>,
-    next_id: u64,
+    next_sequence: u64,
+    next_adapter: u64,
 }
 
 impl Engine {
     /// An engine on `gpu` for `model`. Sizes in `options` that are 0 are chosen.
     ///
     /// # Errors
-    /// [`ErrorKind::Limit`] or [`ErrorKind::OutOfMemory`] when the device has no room for the cache.
-    pub fn new(gpu: &Gpu, model: Model, mut options: EngineOptions) -> Result<Self> {
-        let config = model.config();
-        let limit = gpu.capabilities().max_binding_bytes;
-        let EngineOptions { max_sequences, max_context, max_step_tokens, .. } = options;
-        let sizes = engine_sizes(config, limit, max_sequences, max_context, max_step_tokens, BLOCK_SIZE);
-        options.max_sequences = sizes.sequences;
-        options.max_context = sizes.max_context;
-        options.max_step_tokens = sizes.step_tokens;
-        let max_blocks = KvCache::blocks_for(options.max_context);
-        let attention = AttentionShape {
-            heads: config.heads,
-            kv_heads: config.kv_heads,
-            head_dim: config.head_dim,
-            block_size: BLOCK_SIZE,
-            max_blocks,
+    /// [`ErrorKind::Limit`] or [`ErrorKind::OutOfMemory`] when the device has no room for the cache;
+    /// [`ErrorKind::Unsupported`] for a model that is one of several ranks' shares.
+    pub fn new(gpu: &Gpu, model: Model, options: EngineOptions) -> Result<Self> {
+        let world = model.topology().world();
+        if world > 1 {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("the model is the share of one of {world} ranks: it needs a line to the others"),
+            ));
+        }
+        Self::on(gpu, model, options, None)
+    }
+
+    /// Rank 0 of several: it schedules, and its steps are run by all. The other ranks are
+    /// [`Worker`]s and take these options. [`Engine::begin_step`] then blocks while partial sums are exchanged, and
+    /// [`Engine::end`] must be called at the end. Blocks until all ranks are there.
+    ///
+    /// # Errors
+    /// As [`Engine::new`]; [`ErrorKind::Rank`] when ranks do not agree on model, placement or options.
+    pub fn with_ranks(gpu: &Gpu, model: Model, options: EngineOptions, line: Box<dyn Exchange>) -> Result<Self> {
+        Self::on(gpu, model, options, Some(Ranks::new(line)))
+    }
+
+    fn on(gpu: &Gpu, model: Model, mut options: EngineOptions, mut ranks: Option<Ranks>) -> Result<Self> {
+        let runner = match (Runner::new(gpu, model, &mut options, ranks.as_mut()), &mut ranks) {
+            (Err(e), Some(ranks)) => return Err(tell(ranks, e)),
+            (runner, _) => runner?,
         };
-        let cache = KvCache::new(gpu, config, sizes.blocks)?;
-        let storage = |label: &str, bytes: usize| {
-            gpu.buffer(label, bytes as u64, wgpu::BufferUsages::empty()).map(|b| View::whole(&b))
-        };
-        let rotary = storage("rotary", options.max_context * config.head_dim * 4)?;
-        let table = rotary_table(options.max_context, config.head_dim, config.rope_theta);
-        gpu.queue().write_buffer(&rotary.buffer, 0, bytemuck::cast_slice(&table));
-        let last_ids = storage("last ids", options.max_sequences * 4)?;
-        let block_table = storage("block table", options.max_sequences * max_blocks * 4)?;
-        let status = storage("status", 4)?;
-        let layers = model
-            .sites(options.adapter_slots)
-            .into_iter()
-            .zip(&config.layers)
-            .map(|(sites, kind)| (sites, (*kind == MlpKind::Experts).then(|| model.placement.clone())))
-            .collect();
-        let pool = AdapterPool::new(gpu, layers, options.adapter_slots)?;
         let free_rows = (0..options.max_sequences as u32).rev().collect();
         Ok(Self {
-            gpu: gpu.clone(),
-            model,
+            runner,
+            ranks,
             options,
-            attention,
-            cache,
-            pool,
-            rec: Recording::new(gpu),
-            rotary,
-            last_ids,
-            block_table,
-            status,
-            max_logit_rows: sizes.logit_rows,
             adapters: HashMap::new(),
             names: HashMap::new(),
             sequences: BTreeMap::new(),
             free_rows,
+            new_blocks: Vec::new(),
             in_flight: VecDeque::new(),
             readback: Vec::new(),
             events: Vec::new(),
-            next_id: 1,
+            next_sequence: 1,
+            next_adapter: 1,
         })
+    }
+
+    /// Ends the job: tells the other ranks that nothing more comes. With one rank it does nothing.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Rank`] when another rank failed meanwhile.
+    pub fn end(self) -> Result<()> {
+        if let Some(mut ranks) = self.ranks {
+            exchange::broadcast(ranks.line(), &[])?;
+            ranks.end();
+        }
+        Ok(())
     }
 
     /// The model's configuration.
     pub fn config(&self) -> &ModelConfig {
-        self.model.config()
+        self.runner.model.config()
     }
 
     /// The model.
     pub fn model(&self) -> &Model {
-        &self.model
+        &self.runner.model
     }
 
     /// Longest prompt and answer together, in tokens.
@@ -142,8 +140,8 @@ impl Engine {
     /// is taken passes to the new adapter; sequences already submitted keep the old one.
     ///
     /// # Errors
-    /// [`ErrorKind::Limit`] when the engine has no adapter slots, [`ErrorKind::Adapter`] when it was made for another
-    /// model.
+    /// [`ErrorKind::Limit`] when the engine has no adapter slots, or the adapter exceeds the adapter memory or a binding of
+    /// the device; [`ErrorKind::Adapter`] when it was made for another model, or cut for another rank.
     pub fn load_adapter(&mut self, name: &str, adapter: &Adapter) -> Result<AdapterId> {
         if self.options.adapter_slots == 0 {
             return Err(Error::new(
@@ -151,9 +149,14 @@ impl Engine {
                 format!("adapter `{name}`: the engine was made with 0 adapter slots"),
             ));
         }
-        self.pool.check(adapter).map_err(|e| e.within(format!("adapter `{name}`")))?;
-        let id = AdapterId(self.next_id);
-        self.next_id += 1;
+        let id = AdapterId(self.next_adapter);
+        match &mut self.ranks {
+            None => self.runner.pool.check(adapter).map_err(|e| e.within(format!("adapter `{name}`")))?,
+            Some(ranks) => {
+                check_adapter(&self.runner, ranks, name, id, adapter).map_err(|e| tell(ranks, e))?;
+            }
+        }
+        self.next_adapter += 1;
         if let Some(old) = self.names.insert(name.to_owned(), id) {
             self.drop_adapter(old);
         }
@@ -186,7 +189,7 @@ impl Engine {
         let used = self.sequences.values().any(|s| s.request.adapter == Some(id));
         if !named && !used {
             self.adapters.remove(&id);
-            self.pool.forget(id);
+            self.runner.pool.unload(id);
         }
     }
 
@@ -212,8 +215,8 @@ impl Engine {
     /// Those of [`Engine::check`].
     pub fn submit(&mut self, request: Request) -> Result<SequenceId> {
         self.check(&request)?;
-        let id = SequenceId(self.next_id);
-        self.next_id += 1;
+        let id = SequenceId(self.next_sequence);
+        self.next_sequence += 1;
         self.sequences.insert(id, Sequence::new(request, self.options.max_context));
         Ok(id)
     }
@@ -246,9 +249,9 @@ impl Engine {
         let Some(sequence) = self.sequences.remove(&id) else { return };
         if let Some(place) = sequence.place {
             self.free_rows.push(place.row);
-            self.cache.give(place.blocks);
+            self.runner.cache.give(place.blocks);
             if let Some(slot) = place.slot {
-                self.pool.unpin(slot);
+                self.runner.pool.unpin(slot);
             }
         }
         if let Some(adapter) = sequence.request.adapter {

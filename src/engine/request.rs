@@ -18,11 +18,15 @@ pub struct EngineOptions {
     pub max_step_tokens: usize,
     /// L: adapters on the device at a time. Any number can be loaded.
     pub adapter_slots: usize,
+    /// Bytes of the device's memory for the factors of those adapters, as in
+    /// [`PoolOptions::budget`](crate::adapter::pool::PoolOptions); `None`: what the device has. Adapters that do not fit
+    /// together take turns.
+    pub adapter_memory: Option<u64>,
 }
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self { max_sequences: 64, max_context: 0, max_step_tokens: 512, adapter_slots: 8 }
+        Self { max_sequences: 64, max_context: 0, max_step_tokens: 512, adapter_slots: 8, adapter_memory: None }
     }
 }
 

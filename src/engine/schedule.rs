@@ -1,13 +1,17 @@
 //! Which rows a step has, and its recording.
 
+use std::collections::BTreeMap;
+
 use crate::engine::in_flight::{InFlight, LogitRows, Mapped};
-use crate::engine::sequence::Place;
+use crate::engine::runner::Rows;
+use crate::engine::sequence::{Place, Sequence};
+use crate::engine::worker::{StepMessage, tell};
 use crate::engine::{AdapterId, DEPTH, Engine, SequenceId};
 use crate::error::{Error, ErrorKind, Result};
-use crate::kernels::View;
+use crate::exchange;
+use crate::gpu::Gpu;
 use crate::kernels::sample::{Pick, Sample};
-use crate::layer::LoraBatch;
-use crate::model::{Commands, KvCache, StepTensors};
+use crate::model::{Commands, KvCache};
 
 /// The rows of one step.
 #[derive(Default)]
@@ -32,9 +36,14 @@ impl Engine {
     /// nothing to begin, or enough is on the way.
     ///
     /// # Errors
-    /// When the device refuses a shader or has no memory left; the engine should be dropped then.
+    /// When the device was lost, refuses a shader or has no memory left; the engine should be dropped then.
     pub fn begin_step(&mut self) -> Result<bool> {
-        if self.in_flight.len() >= DEPTH {
+        if let Err(e) = self.runner.gpu.check() {
+            return Err(self.told(e));
+        }
+        // Several ranks: the others are told tokens, so the step before must have arrived.
+        let depth = if self.ranks.is_some() { 1 } else { DEPTH };
+        if self.in_flight.len() >= depth {
             return Ok(false);
         }
         self.admit();
@@ -42,8 +51,18 @@ impl Engine {
         if batch.rows.is_empty() {
             return Ok(false);
         }
-        self.record(batch)?;
+        if let Err(e) = self.record(batch) {
+            return Err(self.told(e));
+        }
         Ok(true)
+    }
+
+    /// The error, of which the other ranks have been told.
+    fn told(&mut self, e: Error) -> Error {
+        match &mut self.ranks {
+            Some(ranks) => tell(ranks, e),
+            None => e,
+        }
     }
 
     /// Gives waiting sequences a place, in order; the first that does not fit holds back those behind it.
@@ -67,16 +86,18 @@ impl Engine {
                 },
             };
             let (Some(blocks), Some(row)) =
-                (self.cache.take(KvCache::blocks_for(positions)), self.free_rows.last().copied())
+                (self.runner.cache.take(KvCache::blocks_for(positions)), self.free_rows.last().copied())
             else {
                 if let Some(slot) = slot {
-                    self.pool.unpin(slot);
+                    self.runner.pool.unpin(slot);
                 }
                 return;
             };
             self.free_rows.pop();
-            let at = u64::from(row) * self.attention.max_blocks as u64 * 4;
-            self.gpu.queue().write_buffer(&self.block_table.buffer, at, bytemuck::cast_slice(&blocks));
+            self.runner.write_blocks(row, &blocks);
+            if self.ranks.is_some() {
+                self.new_blocks.push((row, blocks.clone()));
+            }
             if let Some(sequence) = self.sequences.get_mut(&id) {
                 sequence.place = Some(Place { row, blocks, slot });
             }
@@ -85,11 +106,11 @@ impl Engine {
 
     /// Makes an adapter resident.
     fn pin(&mut self, id: AdapterId) -> Result<Option<usize>> {
-        let before = self.pool.growths();
-        let slot = self.pool.pin(id, &self.adapters[&id])?;
-        if self.pool.growths() != before {
+        let before = self.runner.pool.growths();
+        let slot = self.runner.pool.pin(id, &self.adapters[&id])?;
+        if self.runner.pool.growths() != before {
             // Bind groups would keep the outgrown buffers alive.
-            self.rec.forget_bindings();
+            self.runner.rec.forget_bindings();
         }
         Ok(slot)
     }
@@ -102,7 +123,9 @@ impl Engine {
             let Some(s) = self.sequences.get_mut(id) else { continue };
             let Some(place) = s.place.as_ref().filter(|_| s.decodes()) else { continue };
             let position = s.request.prompt.len() + s.sampled - 1;
-            batch.push(-1, position, place);
+            // On one device the id never leaves it; other ranks have to be told.
+            let token = if self.ranks.is_some() { s.last as i32 } else { -1 };
+            batch.push(token, position, place);
             batch.pick(*id, s.sampled, place.row, &s.request.sampling);
             batch.members.push(*id);
             s.sampled += 1;
@@ -111,7 +134,7 @@ impl Engine {
             let Some(s) = self.sequences.get_mut(id) else { continue };
             let Some(place) = s.place.as_ref().filter(|_| s.prompt_left() > 0) else { continue };
             let mut n = s.prompt_left().min(self.options.max_step_tokens.saturating_sub(batch.rows.len()));
-            let room = self.max_logit_rows.saturating_sub(batch.gather.len());
+            let room = self.runner.max_logit_rows.saturating_sub(batch.gather.len());
             if s.request.logits {
                 n = n.min(room);
             }
@@ -145,60 +168,41 @@ impl Engine {
     }
 
     fn record(&mut self, batch: Batch) -> Result<()> {
-        self.rec.reset();
-        let queue = self.gpu.queue().clone();
-        let row_table = upload(&mut self.rec, &queue, "row table", bytemuck::cast_slice(&batch.rows))?;
-        let gather = upload(&mut self.rec, &queue, "logit rows", bytemuck::cast_slice(&batch.gather))?;
-        let picks = upload(&mut self.rec, &queue, "picks", bytemuck::cast_slice(&batch.picks))?;
-        let mapping = upload(&mut self.rec, &queue, "token_lora_mapping", bytemuck::cast_slice(&batch.mapping))?;
-        queue.write_buffer(&self.status.buffer, 0, &[0; 4]);
-
-        let mut slots: Vec<i32> = batch.mapping.iter().copied().filter(|s| *s >= 0).collect();
-        slots.sort_unstable();
-        slots.dedup();
-        let max_rank = slots.iter().map(|s| self.pool.max_rank(*s as usize)).max().unwrap_or(0);
-        let lora = (max_rank > 0).then(|| LoraBatch {
-            token_lora_mapping: mapping,
-            slots: self.pool.slots(),
-            adapters: slots.len(),
-            max_rank: max_rank.next_multiple_of(8),
-            aligned: None,
-        });
-        let tensors = StepTensors {
-            rows: batch.rows.len(),
-            row_table: &row_table,
-            last_ids: &self.last_ids,
-            blocks: &self.block_table,
-            rotary: &self.rotary,
-            attention: self.attention,
-            logit_gather: &gather,
-            logit_rows: batch.gather.len(),
-            status: &self.status,
-            lora,
-            attended: batch.rows.iter().map(|r| r[1] as u64 + 1).sum(),
-        };
+        if let Some(ranks) = &mut self.ranks {
+            let message = message(&batch, &self.sequences, std::mem::take(&mut self.new_blocks));
+            exchange::broadcast(ranks.line(), &message.encode())?;
+        }
+        self.runner.rec.reset();
+        let picks = self.runner.upload("picks", bytemuck::cast_slice(&batch.picks))?;
         // What the device refuses must not look like a result: the step's buffers would hold those of an earlier one.
-        let scope = self.gpu.device().push_error_scope(wgpu::ErrorFilter::Validation);
-        let mut commands = Commands::new(&self.gpu);
-        let logits = self.model.record(&mut commands, &mut self.rec, &self.cache, &self.pool, tensors)?;
+        let scope = self.runner.gpu.device().push_error_scope(wgpu::ErrorFilter::Validation);
+        let mut commands = Commands::new(&self.runner.gpu, self.ranks.as_mut());
+        let Batch { rows, mapping, gather, .. } = &batch;
+        let logits = self.runner.layers(&mut commands, &Rows { rows, mapping, gather })?;
 
         let n_picks = batch.picks.len();
-        let vocab = self.model.config().vocab;
-        let sampled = self.rec.scratch("sampled", (n_picks.max(1) * 4) as u64)?;
+        let vocab = self.runner.model.config().vocab;
+        let sampled = self.runner.rec.scratch("sampled", (n_picks.max(1) * 4) as u64)?;
         if let Some(logits) = &logits
             && n_picks > 0
         {
-            let sample =
-                Sample { rows: n_picks, vocab, logits, picks: &picks, sampled: &sampled, last_ids: &self.last_ids };
-            commands.pass(&mut self.rec, "sample", 0, |rec, pass| sample.record(rec, pass))?;
+            let sample = Sample {
+                rows: n_picks,
+                vocab,
+                logits,
+                picks: &picks,
+                sampled: &sampled,
+                last_ids: &self.runner.last_ids,
+            };
+            commands.pass(&mut self.runner.rec, "sample", 0, |rec, pass| sample.record(rec, pass))?;
         }
         // Status, sampled ids, then the logits that somebody wants, in one buffer to map.
         let wanted: usize = batch.logits.iter().map(|l| l.count).sum();
         let logit_base = (4 + n_picks * 4).next_multiple_of(16);
         let bytes = (logit_base + wanted * vocab * 4) as u64;
-        let staging = self.staging(bytes);
+        let staging = staging(&mut self.readback, &self.runner.gpu, bytes);
         let encoder = commands.encoder();
-        encoder.copy_buffer_to_buffer(&self.status.buffer, 0, &staging, 0, 4);
+        encoder.copy_buffer_to_buffer(&self.runner.status.buffer, 0, &staging, 0, 4);
         if n_picks > 0 {
             encoder.copy_buffer_to_buffer(&sampled.buffer, 0, &staging, 4, (n_picks * 4) as u64);
         }
@@ -210,7 +214,7 @@ impl Engine {
                 at += size;
             }
         }
-        let submission = commands.submit(&mut self.rec);
+        let submission = commands.submit(&mut self.runner.rec)?;
         if let Some(e) = pollster::block_on(scope.pop()) {
             return Err(Error::new(ErrorKind::Device, format!("step refused: {e}")));
         }
@@ -219,20 +223,6 @@ impl Engine {
         let step = InFlight { submission, staging, bytes, logit_base, picked, read_out, logits, members, mapped };
         self.in_flight.push_back(step);
         Ok(())
-    }
-
-    /// A mappable buffer of at least `bytes`, reused where one is free.
-    fn staging(&mut self, bytes: u64) -> wgpu::Buffer {
-        if let Some(at) = self.readback.iter().position(|b| b.size() >= bytes) {
-            return self.readback.swap_remove(at);
-        }
-        self.readback.clear();
-        self.gpu.device().create_buffer(&wgpu::BufferDescriptor {
-            label: Some("readback"),
-            size: bytes.next_power_of_two().max(256),
-            usage: wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST,
-            mapped_at_creation: false,
-        })
     }
 }
 
@@ -260,10 +250,32 @@ impl Batch {
     }
 }
 
-fn upload(rec: &mut crate::kernels::Recording, queue: &wgpu::Queue, label: &'static str, bytes: &[u8]) -> Result<View> {
-    let view = rec.scratch(label, bytes.len() as u64)?;
-    if !bytes.is_empty() {
-        queue.write_buffer(&view.buffer, 0, bytes);
+/// A mappable buffer of at least `bytes`, one of `free` where one is large enough.
+fn staging(free: &mut Vec<wgpu::Buffer>, gpu: &Gpu, bytes: u64) -> wgpu::Buffer {
+    if let Some(at) = free.iter().position(|b| b.size() >= bytes) {
+        return free.swap_remove(at);
     }
-    Ok(view)
+    free.clear();
+    gpu.device().create_buffer(&wgpu::BufferDescriptor {
+        label: Some("readback"),
+        size: bytes.next_power_of_two().max(256),
+        usage: wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST,
+        mapped_at_creation: false,
+    })
+}
+
+/// The step as the other ranks hear of it.
+fn message(batch: &Batch, sequences: &BTreeMap<SequenceId, Sequence>, blocks: Vec<(u32, Vec<u32>)>) -> StepMessage {
+    // Which adapter a slot holds: pinned slots keep theirs while a sequence runs.
+    let mut adapters: Vec<(i32, u64)> = Vec::new();
+    for sequence in batch.members.iter().filter_map(|id| sequences.get(id)) {
+        if let (Some(id), Some(slot)) = (sequence.request.adapter, sequence.place.as_ref().and_then(|p| p.slot)) {
+            adapters.push((slot as i32, id.0));
+        }
+    }
+    adapters.sort_unstable();
+    adapters.dedup();
+    let place = |slot: i32| adapters.iter().position(|(s, _)| *s == slot).map_or(-1, |i| i as i32);
+    let rows = batch.rows.iter().map(|[token, position, row, slot]| [*token, *position, *row, place(*slot)]).collect();
+    StepMessage { rows, adapters: adapters.into_iter().map(|(_, id)| id).collect(), blocks }
 }

@@ -23,6 +23,8 @@ pub(crate) struct Sequence {
     pub sampled: usize,
     /// Answer tokens that have arrived.
     pub arrived: usize,
+    /// The last of them.
+    pub last: u32,
     /// Longest answer: `max_tokens`, cut at the context.
     pub max_tokens: usize,
 }
@@ -30,7 +32,7 @@ pub(crate) struct Sequence {
 impl Sequence {
     pub fn new(request: Request, max_context: usize) -> Self {
         let max_tokens = request.max_tokens.min(max_context - request.prompt.len());
-        Self { request, place: None, read: 0, sampled: 0, arrived: 0, max_tokens }
+        Self { request, place: None, read: 0, sampled: 0, arrived: 0, last: 0, max_tokens }
     }
 
     /// Positions it will need at most. The last token of an answer is never read.

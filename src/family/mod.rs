@@ -1,16 +1,35 @@
 //! What a tensor name means in each model family: one table file a family, from name to [`Role`].
 
 pub mod class;
-pub mod qwen3_moe;
+mod gpt_oss;
+mod mixtral;
+mod nemotron_h;
+mod olmoe;
+mod qwen2_moe;
+mod qwen3_moe;
+pub(crate) mod table;
+
+use table::{Support, Table};
 
 use crate::checkpoint::ModelConfig;
+use crate::error::{Error, ErrorKind, Result};
 
-/// A supported model family.
+/// A model family whose names are known here. Models of some run, of others only checkpoints and adapters can be inspected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Family {
     /// Qwen3-MoE: q/k norms, softmax router, no shared expert.
     Qwen3Moe,
+    /// Mixtral: softmax router, no shared expert; w1, w3 and w2 are gate, up and down.
+    Mixtral,
+    /// OLMoE: q/k norms over all heads, softmax router, no shared expert.
+    Olmoe,
+    /// Qwen2-MoE: biases on q, k and v, a shared expert with a gate of its own.
+    Qwen2Moe,
+    /// GPT-OSS: fused experts stored `[E, in, out]`, gate and up row by row, biases, attention sinks.
+    GptOss,
+    /// Nemotron-H: layers of different kinds, experts without a gate.
+    NemotronH,
 }
 
 /// What a tensor is for. Shapes are row-major, `[out, in]` for projections.
@@ -63,6 +82,21 @@ pub enum Role {
         /// Decoder layer, from 0.
         layer: usize,
     },
+    /// Bias of the query projection, `[heads·head_dim]`.
+    QBias {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
+    /// Bias of the key projection, `[kv_heads·head_dim]`.
+    KBias {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
+    /// Bias of the value projection, `[kv_heads·head_dim]`.
+    VBias {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
     /// Router, `[E, D]`.
     Router {
         /// Decoder layer, from 0.
@@ -80,6 +114,26 @@ pub enum Role {
     },
     /// Down projection of a dense MLP, `[D, dense_width]`.
     DenseDown {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
+    /// Gate projection of the shared expert, `[shared_width, D]`.
+    SharedGate {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
+    /// Up projection of the shared expert, `[shared_width, D]`.
+    SharedUp {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
+    /// Down projection of the shared expert, `[D, shared_width]`.
+    SharedDown {
+        /// Decoder layer, from 0.
+        layer: usize,
+    },
+    /// What weighs the shared expert, `[1, D]`.
+    SharedRouter {
         /// Decoder layer, from 0.
         layer: usize,
     },
@@ -104,12 +158,12 @@ pub enum Role {
         /// Global expert id.
         expert: usize,
     },
-    /// Gate and up projections of all experts, `[E, 2F, D]`; gate rows first.
+    /// Gate and up projections of all experts, `[E, 2F, D]`, gate rows first; in some families `[E, D, 2F]`, or up alone.
     FusedGateUp {
         /// Decoder layer, from 0.
         layer: usize,
     },
-    /// Down projections of all experts, `[E, D, F]`.
+    /// Down projections of all experts, `[E, D, F]`; in some families `[E, F, D]`.
     FusedDown {
         /// Decoder layer, from 0.
         layer: usize,
@@ -149,9 +203,64 @@ impl ExpertPart {
     }
 }
 
+impl Role {
+    /// The decoder layer of the tensor; `None` outside the layers.
+    pub const fn layer(self) -> Option<usize> {
+        match self {
+            Self::Embedding | Self::LmHead | Self::FinalNorm => None,
+            Self::InputNorm { layer }
+            | Self::PostAttentionNorm { layer }
+            | Self::QNorm { layer }
+            | Self::KNorm { layer }
+            | Self::Q { layer }
+            | Self::K { layer }
+            | Self::V { layer }
+            | Self::O { layer }
+            | Self::QBias { layer }
+            | Self::KBias { layer }
+            | Self::VBias { layer }
+            | Self::Router { layer }
+            | Self::DenseGate { layer }
+            | Self::DenseUp { layer }
+            | Self::DenseDown { layer }
+            | Self::SharedGate { layer }
+            | Self::SharedUp { layer }
+            | Self::SharedDown { layer }
+            | Self::SharedRouter { layer }
+            | Self::ExpertGate { layer, .. }
+            | Self::ExpertUp { layer, .. }
+            | Self::ExpertDown { layer, .. }
+            | Self::FusedGateUp { layer }
+            | Self::FusedDown { layer } => Some(layer),
+        }
+    }
+
+    /// Projection and number of the expert whose own tensor it is.
+    const fn expert(self) -> Option<(ExpertPart, usize)> {
+        match self {
+            Self::ExpertGate { expert, .. } => Some((ExpertPart::Gate, expert)),
+            Self::ExpertUp { expert, .. } => Some((ExpertPart::Up, expert)),
+            Self::ExpertDown { expert, .. } => Some((ExpertPart::Down, expert)),
+            _ => None,
+        }
+    }
+}
+
 impl Family {
-    /// Every supported family.
-    pub const ALL: [Self; 1] = [Self::Qwen3Moe];
+    /// Every family.
+    pub const ALL: [Self; 6] =
+        [Self::Qwen3Moe, Self::Mixtral, Self::Olmoe, Self::Qwen2Moe, Self::GptOss, Self::NemotronH];
+
+    pub(crate) const fn table(self) -> &'static Table {
+        match self {
+            Self::Qwen3Moe => &qwen3_moe::TABLE,
+            Self::Mixtral => &mixtral::TABLE,
+            Self::Olmoe => &olmoe::TABLE,
+            Self::Qwen2Moe => &qwen2_moe::TABLE,
+            Self::GptOss => &gpt_oss::TABLE,
+            Self::NemotronH => &nemotron_h::TABLE,
+        }
+    }
 
     /// The family that `config.json` calls `name` in `model_type`.
     pub fn from_model_type(name: &str) -> Option<Self> {
@@ -160,30 +269,57 @@ impl Family {
 
     /// The family's `model_type`.
     pub const fn model_type(self) -> &'static str {
-        match self {
-            Self::Qwen3Moe => "qwen3_moe",
+        self.table().model_type
+    }
+
+    /// Whether models of the family run.
+    pub fn has_decoder(self) -> bool {
+        self.table().support == Support::Decoder
+    }
+
+    /// Errors: `Unsupported` when models of the family do not run.
+    pub fn check_decoder(self) -> Result<()> {
+        let message = || format!("`{}` has no decoder here yet; adapters can be inspected", self.model_type());
+        if self.has_decoder() { Ok(()) } else { Err(Error::new(ErrorKind::Unsupported, message())) }
+    }
+
+    /// Errors: `Unsupported` when not every tensor of the family is known.
+    pub(crate) fn check_weights(self) -> Result<()> {
+        if self.table().support == Support::Adapters {
+            let family = self.model_type();
+            let message = format!("checkpoints of `{family}` are not read here yet; adapters can be inspected");
+            return Err(Error::new(ErrorKind::Unsupported, message));
         }
+        Ok(())
     }
 
     /// What the tensor `name` is for; `None` when the family has no such tensor. Layer and expert numbers are not checked
     /// against a model, [`shape`](Self::shape) does that.
     pub fn role(self, name: &str) -> Option<Role> {
-        match self {
-            Self::Qwen3Moe => qwen3_moe::role(name),
-        }
+        self.table().role(name)
     }
 
-    /// The name of the tensor with this role; the inverse of [`role`](Self::role).
+    /// The name of the tensor with this role; the inverse of [`role`](Self::role). For a role that the family does not have,
+    /// a name that means nothing.
     pub fn tensor_name(self, role: Role) -> String {
-        match self {
-            Self::Qwen3Moe => qwen3_moe::tensor_name(role),
-        }
+        self.table().tensor_name(role)
     }
 
-    /// The shape of the tensor with this role in the model `config`; `None` when that model has no such tensor.
+    /// The shape of the tensor with this role in the model `config`, as it is stored; `None` when that model has no such
+    /// tensor.
     pub fn shape(self, role: Role, config: &ModelConfig) -> Option<Vec<usize>> {
-        match self {
-            Self::Qwen3Moe => qwen3_moe::shape(role, config),
-        }
+        self.table().shape(role, config)
+    }
+
+    /// The roles of the tensors of a layer of the model `config`, without those of its routed experts.
+    pub(crate) fn layer_roles(self, layer: usize, config: &ModelConfig) -> impl Iterator<Item = Role> {
+        let roles = self.table().in_layer().map(move |(_, role)| role(layer));
+        roles.filter(move |role| self.shape(*role, config).is_some())
+    }
+
+    /// The projections of a routed expert.
+    pub(crate) fn expert_parts(self) -> impl Iterator<Item = ExpertPart> + Clone {
+        let gated = self.table().gated();
+        ExpertPart::ALL.into_iter().filter(move |part| gated || *part != ExpertPart::Gate)
     }
 }

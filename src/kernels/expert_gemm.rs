@@ -9,7 +9,7 @@ use crate::kernels::pack::{Pack, Packed};
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;
-use crate::plan::matrix::{self, MatrixTile};
+use crate::plan::matrix::{self, Exponent, MatrixTile};
 use crate::plan::pieces::Piece;
 
 /// The shader.
@@ -59,7 +59,7 @@ pub struct Weights {
     /// The bindings.
     pub pieces: Vec<(Piece, View)>,
     /// Power of two that brings the weights into the range of f16, for the matrix tier; `None`: f32 arithmetic only.
-    pub exponent: Option<i32>,
+    pub exponent: Exponent,
 }
 
 /// Which rows of x meet which matrix.
@@ -239,7 +239,7 @@ impl ExpertGemm<'_> {
             Rows::Tiles(aligned) => MatrixTile::of(aligned.tile).is_some(),
             Rows::Pairs(_) => false,
         };
-        caps.matrix && many && !self.exact && self.weights.exponent.is_some()
+        caps.matrix && many && !self.exact && self.weights.exponent.get().is_some()
     }
 
     /// The same product on cooperative matrices, with rows packed for it.

@@ -107,7 +107,7 @@ impl ExpertGemmMatrix<'_> {
             Rows::Dense => matrix::dense(self.rows, w.out_dim),
             Rows::Pairs(_) => None,
         };
-        let (Some(tile), Some(exponent)) = (height.and_then(MatrixTile::of), w.exponent) else {
+        let (Some(tile), Some(exponent)) = (height.and_then(MatrixTile::of), w.exponent.get()) else {
             return Err(Error::new(ErrorKind::Unsupported, "matrix product: no tile or no exponent for these weights"));
         };
         let caps = rec.gpu().capabilities().clone();

@@ -61,6 +61,15 @@ pub struct Pipeline {
     pub(crate) raw: wgpu::ComputePipeline,
     pub(crate) layout: wgpu::BindGroupLayout,
     pub(crate) buffers: usize,
+    kernel: &'static Kernel,
+    vars: Vars,
+}
+
+impl Pipeline {
+    /// Its WGSL, rendered again.
+    pub(crate) fn source(&self) -> Result<String> {
+        render(self.kernel, &self.vars)
+    }
 }
 
 macro_rules! sources {
@@ -90,6 +99,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "expert_gemm_matrix.wgsl",
     "lora_shrink.wgsl",
     "lora_expand.wgsl",
+    "lora_gather.wgsl",
     "activation.wgsl",
     "activation_pack.wgsl",
     "combine.wgsl",
@@ -162,17 +172,21 @@ pub fn render(kernel: &Kernel, vars: &Vars) -> Result<String> {
 /// The compiled variant, from the cache or compiled now.
 ///
 /// # Errors
-/// [`ErrorKind::Device`] when the device refuses the shader.
+/// [`ErrorKind::Device`] when the device was lost or refuses the shader.
 pub fn pipeline(gpu: &Gpu, kernel: &'static Kernel, vars: Vars) -> Result<Arc<Pipeline>> {
     let key = (kernel.stem, vars);
     if let Some(found) = lock(gpu.pipelines()).get(&key) {
         return Ok(found.clone());
     }
+    // A lost device reports nothing: what it is asked for looks made.
+    gpu.check()?;
     let label = label(kernel, &key.1);
     let source = render(kernel, &key.1)?;
     let layout = bind_group_layout(gpu, kernel.reads, kernel.writes);
     let device = gpu.device();
-    let scope = device.push_error_scope(wgpu::ErrorFilter::Validation);
+    // What wgpu refuses, and what the driver's own compiler refuses.
+    let refused = device.push_error_scope(wgpu::ErrorFilter::Validation);
+    let not_compiled = device.push_error_scope(wgpu::ErrorFilter::Internal);
     let desc = wgpu::ShaderModuleDescriptor { label: Some(&label), source: wgpu::ShaderSource::Wgsl(source.into()) };
     // SAFETY: every loop of our shaders ends, and every index is bounded by `params`, or by ids that the align and remap
     // stages have clamped; `Recording::dispatch` is given views of the sizes that each stage's fields state. A caller's
@@ -195,10 +209,14 @@ pub fn pipeline(gpu: &Gpu, kernel: &'static Kernel, vars: Vars) -> Result<Arc<Pi
         },
         cache: None,
     });
-    if let Some(e) = pollster::block_on(scope.pop()) {
+    let not_compiled = pollster::block_on(not_compiled.pop());
+    let refused = pollster::block_on(refused.pop());
+    if let Some(e) = not_compiled.or(refused) {
         return Err(Error::new(ErrorKind::Device, format!("shader `{label}`: {e}")));
     }
-    let made = Arc::new(Pipeline { label, raw, layout, buffers: kernel.reads + kernel.writes });
+    log::debug!("compiled {label} on {}, {} tier, {}", gpu.info().backend, gpu.tier(), gpu.info().name);
+    let (buffers, vars) = (kernel.reads + kernel.writes, key.1.clone());
+    let made = Arc::new(Pipeline { label, raw, layout, buffers, kernel, vars });
     lock(gpu.pipelines()).insert(key, made.clone());
     Ok(made)
 }

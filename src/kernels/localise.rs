@@ -17,12 +17,13 @@ params! {
         valid_pairs: u32,
         /// E.
         experts: u32,
-        /// Padding.
-        pad0: u32,
+        /// A: pairs of a token.
+        top_k: u32,
     }
 }
 
-/// Semantics: `local[p] = table[ids[p]]`; -1 past the real tokens and for ids that are no expert; negative ids stay.
+/// Semantics: `local[p] = owners[ids[p]].local`; -1 past the real tokens, for ids that are no expert, and where another
+/// rank's copy of the expert has its turn (of n copies of expert e, token t takes number (t + e) mod n); negative ids stay.
 pub struct Localise<'a> {
     /// P.
     pub pairs: usize,
@@ -32,8 +33,10 @@ pub struct Localise<'a> {
     pub experts: usize,
     /// i32 `[P]`, global.
     pub topk_ids: &'a View,
-    /// i32 `[E]`: local id, or -1 where another rank holds the expert.
-    pub table: &'a View,
+    /// A: pairs of a token.
+    pub top_k: usize,
+    /// [`Owner`](crate::placement::Owner) `[E]`.
+    pub owners: &'a View,
     /// i32 `[P]`, written.
     pub local_ids: &'a View,
 }
@@ -49,9 +52,9 @@ impl Localise<'_> {
             pairs: self.pairs as u32,
             valid_pairs: self.valid_pairs as u32,
             experts: self.experts as u32,
-            pad0: 0,
+            top_k: self.top_k as u32,
         };
-        let buffers = [self.topk_ids, self.table, self.local_ids];
+        let buffers = [self.topk_ids, self.owners, self.local_ids];
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &cover(self.pairs));
         Ok(())
     }

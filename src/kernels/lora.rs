@@ -94,11 +94,12 @@ pub struct LoraSite {
 pub struct Factors {
     /// 16-byte words of every factor.
     pub pool: View,
-    /// An entry for each (slot, expert, projection) of each site: `[a, b, rank | type << 16, scale]`.
+    /// An entry for each (slot, expert, projection) of each site: `[a, b, rank | type << 16 | bias << 24, scale]`; with a bias
+    /// the rank counts it, as the last column of B.
     pub index: View,
 }
 
-/// Semantics: `y[p] += s · B · (A · x[p / row_div])` with the factors of virtual expert `id(p)`; nothing where rank is 0.
+/// Semantics: `y[p] += s · (B · (A · x[p / row_div]) + bias)` with the factors of virtual expert `id(p)`; nothing where rank is 0.
 pub struct Lora<'a> {
     /// P.
     pub rows: usize,
@@ -108,7 +109,7 @@ pub struct Lora<'a> {
     pub select: Rows<'a>,
     /// V of the site: slots, times experts where there are any.
     pub buckets: usize,
-    /// Largest rank among the adapters of this batch.
+    /// Largest rank among the adapters of this batch, a bias counted.
     pub max_rank: usize,
     /// The site.
     pub site: &'a LoraSite,
@@ -168,20 +169,13 @@ impl Lora<'_> {
             return Ok(());
         }
         let caps = rec.gpu().capabilities().clone();
-        let tile = if let Rows::Tiles(aligned) = self.select { aligned.tile } else { 1 };
-        let rows = self.select.name();
-        let shrink = pipeline(rec.gpu(), &LORA_SHRINK, shrink_vars(&caps, rows, tile))?;
-        let expand = pipeline(rec.gpu(), &LORA_EXPAND, expand_vars(&caps, rows, tile))?;
+        let tile = self.tile();
+        let shrink = pipeline(rec.gpu(), &LORA_SHRINK, shrink_vars(&caps, self.select.name(), tile))?;
         let projections = self.site.out_dims.len();
         let max_rank = self.max_rank.next_multiple_of(8);
         let u = rec.scratch("lora u", (self.rows * projections * max_rank * 4) as u64)?;
         let (ids, expert_base, sorted_base) = self.select.ids(self.x);
-        let [shrink_columns, expand_columns] = column_tiles(&caps, self.site, max_rank, tile);
-        let grid = |columns: u32| match self.select {
-            Rows::Tiles(aligned) => aligned.grid(columns),
-            _ => Ok(Grid::folded(columns, self.rows as u32)),
-        };
-
+        let [columns, _] = column_tiles(&caps, self.site, max_rank, tile);
         let params = LoraShrinkParams {
             rows: self.rows as u32,
             row_div: self.row_div as u32,
@@ -198,8 +192,23 @@ impl Lora<'_> {
         };
         let factors = self.factors;
         let buffers = [self.x, &factors.pool, &factors.index, ids, &u];
-        rec.dispatch(pass, &shrink, bytemuck::bytes_of(&params), &buffers, &grid(shrink_columns)?);
+        rec.dispatch(pass, &shrink, bytemuck::bytes_of(&params), &buffers, &self.grid(columns)?);
+        self.record_expand(rec, pass, &u)
+    }
 
+    /// Records the second half alone: `y[p] += B · u[p]`, and u carries the scale. `u` is f32 `[P, projections, max_rank]`
+    /// with `max_rank` rounded up to 8, each factor's part filled up to its rank, likewise rounded up.
+    ///
+    /// # Errors
+    /// When the device refuses the shader.
+    pub fn record_expand(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, u: &View) -> Result<()> {
+        let caps = rec.gpu().capabilities().clone();
+        let tile = self.tile();
+        let expand = pipeline(rec.gpu(), &LORA_EXPAND, expand_vars(&caps, self.select.name(), tile))?;
+        let projections = self.site.out_dims.len();
+        let max_rank = self.max_rank.next_multiple_of(8);
+        let (ids, expert_base, sorted_base) = self.select.ids(self.x);
+        let [_, expand_columns] = column_tiles(&caps, self.site, max_rank, tile);
         let mut params = LoraExpandParams {
             rows: self.rows as u32,
             row_div: 1,
@@ -225,8 +234,19 @@ impl Lora<'_> {
             tiles += n.div_ceil(caps.gemm_lanes as usize);
             columns += n;
         }
-        let buffers = [&u, &factors.pool, &factors.index, ids, self.y];
-        rec.dispatch(pass, &expand, bytemuck::bytes_of(&params), &buffers, &grid(expand_columns)?);
+        let buffers = [u, &self.factors.pool, &self.factors.index, ids, self.y];
+        rec.dispatch(pass, &expand, bytemuck::bytes_of(&params), &buffers, &self.grid(expand_columns)?);
         Ok(())
+    }
+
+    fn tile(&self) -> usize {
+        if let Rows::Tiles(aligned) = self.select { aligned.tile } else { 1 }
+    }
+
+    fn grid(&self, columns: u32) -> Result<Grid> {
+        match self.select {
+            Rows::Tiles(aligned) => aligned.grid(columns),
+            _ => Ok(Grid::folded(columns, self.rows as u32)),
+        }
     }
 }

@@ -16,6 +16,7 @@ pub mod pack;
 pub mod expert_gemm;
 pub mod expert_gemm_matrix;
 pub mod lora;
+pub mod lora_gather;
 pub mod activation;
 pub mod combine;
 pub mod embed;

@@ -54,6 +54,22 @@ impl Grid {
     }
 }
 
+/// One dispatch as it was recorded: all that another program needs to do the same.
+#[doc(hidden)]
+#[derive(Debug, Clone)]
+pub struct Traced {
+    /// Stem and variant.
+    pub label: String,
+    /// The shader.
+    pub wgsl: String,
+    /// Binding 0.
+    pub params: Vec<u8>,
+    /// Bindings from 1 on.
+    pub buffers: Vec<View>,
+    /// Workgroups.
+    pub grid: Grid,
+}
+
 /// Workgroups that every device allows in one dimension.
 pub const MAX_GROUPS: u32 = 65_535;
 
@@ -78,6 +94,7 @@ pub struct Recording {
     current: usize,
     scratch: HashMap<&'static str, wgpu::Buffer>,
     groups: HashMap<(usize, wgpu::BindGroupLayout, Vec<View>), wgpu::BindGroup>,
+    trace: Option<Vec<Traced>>,
     profile: Option<Profile>,
 }
 
@@ -91,14 +108,14 @@ struct Profile {
 impl Recording {
     /// An empty recording on `gpu`.
     pub fn new(gpu: &Gpu) -> Self {
-        Self {
-            gpu: gpu.clone(),
-            chunks: Vec::new(),
-            current: 0,
-            scratch: HashMap::new(),
-            groups: HashMap::new(),
-            profile: None,
-        }
+        let (scratch, groups) = (HashMap::new(), HashMap::new());
+        Self { gpu: gpu.clone(), chunks: Vec::new(), current: 0, scratch, groups, trace: None, profile: None }
+    }
+
+    /// Keeps what is dispatched from now on, and gives what was kept so far: for tests that repeat it elsewhere.
+    #[doc(hidden)]
+    pub fn trace(&mut self) -> Vec<Traced> {
+        self.trace.replace(Vec::new()).unwrap_or_default()
     }
 
     /// The device it records for.
@@ -147,6 +164,11 @@ impl Recording {
             && n.contains(&0)
         {
             return;
+        }
+        if let (Some(trace), Ok(wgsl)) = (&mut self.trace, pipeline.source()) {
+            let buffers = buffers.iter().map(|v| (*v).clone()).collect();
+            let (label, params, grid) = (pipeline.label.clone(), params.to_vec(), grid.clone());
+            trace.push(Traced { label, wgsl, params, buffers, grid });
         }
         let (chunk, offset) = self.push(params);
         let key = (chunk, pipeline.layout.clone(), buffers.iter().map(|v| (*v).clone()).collect::<Vec<_>>());

@@ -1,13 +1,17 @@
 //! Every shader variant that the crate can choose on a device: what the tests validate.
 
+use std::collections::HashMap;
+
 use crate::activation::Activation;
 use crate::dtype::DType;
+use crate::gpu::Tier;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
-    activation, align, attention, combine, embed, expert_gemm, expert_gemm_matrix, localise, lora, norm, pack, remap,
-    rope, route, sample,
+    activation, align, attention, combine, embed, expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, norm,
+    pack, remap, rope, route, sample,
 };
 use crate::plan::capabilities::Capabilities;
+use crate::plan::classes::classes;
 use crate::plan::matrix::TILES;
 use crate::router::{GroupScore, RouteOptions, Score};
 
@@ -25,6 +29,35 @@ const ACTIVATIONS: [Activation; 4] = [
     Activation::SwigluClamped { alpha: 1.702, limit: 7.0 },
     Activation::ReluSquared,
 ];
+
+/// One shader with one set of variables.
+#[derive(Debug, Clone)]
+pub struct Variant {
+    /// The shader.
+    pub kernel: &'static Kernel,
+    /// Its variables.
+    pub vars: Vars,
+    /// Tiers on which it is chosen, lowest first.
+    pub tiers: Vec<Tier>,
+}
+
+/// Every variant that is chosen on any class of device, each once.
+pub fn all() -> Vec<Variant> {
+    let mut all: Vec<Variant> = Vec::new();
+    let mut places = HashMap::new();
+    for class in classes() {
+        for (kernel, vars) in variants(&class) {
+            let at = *places.entry((kernel.stem, vars.clone())).or_insert(all.len());
+            if at == all.len() {
+                all.push(Variant { kernel, vars, tiers: Vec::new() });
+            }
+            if all[at].tiers.last() != Some(&class.tier) {
+                all[at].tiers.push(class.tier);
+            }
+        }
+    }
+    all
+}
 
 /// Every kernel with every set of variables that a device with `caps` can meet, each once. Attention has a variant for
 /// each width of a head; the widths of known models stand for all.
@@ -51,6 +84,7 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
         all.push((&lora::LORA_SHRINK, lora::shrink_vars(caps, rows, tile)));
         all.push((&lora::LORA_EXPAND, lora::expand_vars(caps, rows, tile)));
     }
+    all.push((&lora_gather::LORA_GATHER, Vars::new()));
     for kind in ACTIVATIONS {
         for dense in [false, true] {
             all.push((&activation::ACTIVATION, activation::vars(kind, dense)));

@@ -1,4 +1,4 @@
-//! Checkpoint to resident model.
+//! Checkpoint to resident model: what one rank owns, and nothing else.
 
 use crate::activation::Activation;
 use crate::checkpoint::{Checkpoint, MlpKind, ModelConfig};
@@ -6,39 +6,75 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::family::{ExpertPart, Role};
 use crate::gpu::Gpu;
 use crate::kernels::View;
+use crate::kernels::expert_gemm::Weights;
 use crate::layer::MoeLayer;
 use crate::model::{DecoderLayer, Mlp, Model};
-use crate::placement::Placement;
+use crate::placement::{ExpertShare, PlacementRule, Topology};
 use crate::router::RouteOptions;
-use crate::upload::Uploader;
+use crate::upload::{StreamOptions, Streamed, Uploader};
+
+/// Which part of a model to load, and how.
+#[derive(Debug, Clone, Default)]
+pub struct LoadOptions<'a> {
+    /// This rank's place among all; the default is one rank.
+    pub topology: Topology,
+    /// How experts are shared out over the expert groups.
+    pub placement: PlacementRule,
+    /// Reader threads, staging memory, cancellation.
+    pub stream: StreamOptions<'a>,
+}
 
 impl Model {
-    /// Uploads every tensor of `checkpoint`; `progress(done, total)` counts bytes.
+    /// Loads what this rank owns of `checkpoint`: the experts of its group in its columns of their width, and everything
+    /// else whole. `progress(done, total)` counts bytes written to the device.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] for sizes the kernels do not take, [`ErrorKind::Limit`] and
-    /// [`ErrorKind::OutOfMemory`] from the device, and those of the checkpoint.
-    pub fn load(gpu: &Gpu, checkpoint: &Checkpoint, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
+    /// [`ErrorKind::Unsupported`] for sizes the kernels do not take, [`ErrorKind::Config`] for a placement that does not
+    /// fit, [`ErrorKind::Cancelled`], [`ErrorKind::Limit`] and [`ErrorKind::OutOfMemory`] from the device, and those of the
+    /// checkpoint.
+    pub fn load(
+        gpu: &Gpu,
+        checkpoint: &Checkpoint,
+        options: &LoadOptions<'_>,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<(Self, Streamed)> {
+        let (model, uploader) = Self::begin_load(gpu, checkpoint, options)?;
+        let streamed = uploader.run(&options.stream, progress)?;
+        Ok((model, streamed))
+    }
+
+    /// The model with all its buffers, and what has to go into them. Nothing has been read but the norms; the model is of
+    /// no use before the uploader has run.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn begin_load<'c>(
+        gpu: &Gpu,
+        checkpoint: &'c Checkpoint,
+        options: &LoadOptions<'_>,
+    ) -> Result<(Self, Uploader<'c>)> {
         let config = checkpoint.config().clone();
+        config.family.check_decoder()?;
         check_sizes(&config)?;
-        let placement = Placement::linear(config.moe.experts, 1, 0)?;
-        let mut up = Uploader::new(gpu, total_bytes(checkpoint)?, progress);
-        let d = config.hidden;
-        let table = [config.vocab, d];
-        let embedding = up.matrix(checkpoint, "embedding", table, &[Role::Embedding])?;
-        let lm_head = if config.tie_embeddings {
-            None
-        } else {
-            Some(up.matrix(checkpoint, "lm_head", table, &[Role::LmHead])?)
-        };
-        let final_norm = up.vectors(checkpoint, "final norm", &[Role::FinalNorm])?;
-        let mut layers = Vec::with_capacity(config.layers.len());
-        for (layer, kind) in config.layers.iter().enumerate() {
-            layers.push(load_layer(&mut up, gpu, checkpoint, layer, *kind, &placement)?);
-        }
-        up.settle()?;
-        let bytes_loaded = up.done();
-        Ok(Self { config, embedding, lm_head, final_norm, layers, placement, bytes_loaded })
+        let share =
+            ExpertShare::new(&options.placement, options.topology, config.moe.experts, config.moe.expert_width)?;
+        let mut loader = Loader { gpu, checkpoint, share: &share, up: Uploader::new(gpu) };
+        let table = [config.vocab, config.hidden];
+        let embedding = loader.matrix("embedding", table, &[Role::Embedding])?;
+        let lm_head =
+            if config.tie_embeddings { None } else { Some(loader.matrix("lm_head", table, &[Role::LmHead])?) };
+        let final_norm = loader.vectors("final norm", &[Role::FinalNorm])?;
+        let layers = config
+            .layers
+            .iter()
+            .enumerate()
+            .map(|(layer, kind)| loader.layer(layer, *kind))
+            .collect::<Result<Vec<_>>>()?;
+        let up = loader.up;
+        let bytes_resident = up.n_bytes();
+        let (topology, placement) = (options.topology, options.placement.clone());
+        let model = Self { config, embedding, lm_head, final_norm, layers, topology, placement, share, bytes_resident };
+        Ok((model, up))
     }
 }
 
@@ -70,80 +106,85 @@ fn check_sizes(config: &ModelConfig) -> Result<()> {
     Ok(())
 }
 
-fn total_bytes(checkpoint: &Checkpoint) -> Result<u64> {
-    let mut total = 0;
-    let config = checkpoint.config();
-    let unused = config.tie_embeddings.then(|| config.family.tensor_name(Role::LmHead));
-    for name in checkpoint.names().filter(|name| Some(*name) != unused.as_deref()) {
-        total += checkpoint.tensor(name)?.n_bytes() as u64;
-    }
-    Ok(total)
+/// Makes the buffers of one rank, and notes where their bytes come from.
+struct Loader<'a, 'c> {
+    gpu: &'a Gpu,
+    checkpoint: &'c Checkpoint,
+    share: &'a ExpertShare,
+    up: Uploader<'c>,
 }
 
-fn load_layer(
-    up: &mut Uploader<'_>,
-    gpu: &Gpu,
-    checkpoint: &Checkpoint,
-    layer: usize,
-    kind: MlpKind,
-    placement: &Placement,
-) -> Result<DecoderLayer> {
-    let config = checkpoint.config();
-    let d = config.hidden;
-    let q = config.heads * config.head_dim;
-    let kv = config.kv_heads * config.head_dim;
-    let label = |what: &str| format!("layer {layer} {what}");
-    let input_norm = up.vectors(checkpoint, &label("input norm"), &[Role::InputNorm { layer }])?;
-    let qkv = up.matrix(
-        checkpoint,
-        &label("qkv"),
-        [q + 2 * kv, d],
-        &[Role::Q { layer }, Role::K { layer }, Role::V { layer }],
-    )?;
-    let head_norms = up.vectors(checkpoint, &label("head norms"), &[Role::QNorm { layer }, Role::KNorm { layer }])?;
-    let o = up.matrix(checkpoint, &label("o"), [d, q], &[Role::O { layer }])?;
-    let mlp_norm = up.vectors(checkpoint, &label("mlp norm"), &[Role::PostAttentionNorm { layer }])?;
-    let mlp = match kind {
-        MlpKind::Dense => {
-            let f = config.dense_width;
-            let gate_up = [Role::DenseGate { layer }, Role::DenseUp { layer }];
-            Mlp::Dense {
-                gate_up: up.matrix(checkpoint, &label("gate_up"), [2 * f, d], &gate_up)?,
-                down: up.matrix(checkpoint, &label("down"), [d, f], &[Role::DenseDown { layer }])?,
-            }
-        }
-        MlpKind::Experts => {
-            let f = config.moe.expert_width;
-            let owned = placement.owned();
-            let part = |local: usize, part: ExpertPart| {
-                let slice = checkpoint.expert_rows(layer, owned[local], part)?;
-                Ok((slice.dtype, slice.bytes))
-            };
-            let local_table = if placement.is_identity() {
-                None
-            } else {
-                let buffer = gpu.buffer(
-                    &label("local table"),
-                    placement.local_table().len() as u64 * 4,
-                    wgpu::BufferUsages::empty(),
-                )?;
-                gpu.queue().write_buffer(&buffer, 0, bytemuck::cast_slice(placement.local_table()));
-                Some(View::whole(&buffer))
-            };
-            Mlp::Experts(Box::new(MoeLayer {
-                shape: config.moe,
-                experts: owned.len(),
-                local_table,
-                router: up.matrix(checkpoint, &label("router"), [config.moe.experts, d], &[Role::Router { layer }])?,
-                options: RouteOptions { renormalise: config.norm_topk_prob, ..RouteOptions::default() },
-                gate_up: up.stack(&label("experts gate_up"), owned.len(), [2 * f, d], &|m| {
-                    Ok(vec![part(m, ExpertPart::Gate)?, part(m, ExpertPart::Up)?])
-                })?,
-                down: up
-                    .stack(&label("experts down"), owned.len(), [d, f], &|m| Ok(vec![part(m, ExpertPart::Down)?]))?,
-                activation: Activation::Silu,
-            }))
-        }
-    };
-    Ok(DecoderLayer { input_norm, qkv, head_norms, o, mlp_norm, mlp })
+impl Loader<'_, '_> {
+    /// One matrix made of the rows of several tensors.
+    fn matrix(&mut self, label: &str, shape: [usize; 2], roles: &[Role]) -> Result<Weights> {
+        let checkpoint = self.checkpoint;
+        self.up.stack(label, 1, shape, &|_| roles.iter().map(|role| checkpoint.block(*role)).collect())
+    }
+
+    /// Norm weights, one after the other.
+    fn vectors(&mut self, label: &str, roles: &[Role]) -> Result<View> {
+        let blocks = roles.iter().map(|role| self.checkpoint.block(*role)).collect::<Result<Vec<_>>>()?;
+        self.up.vectors(label, &blocks)
+    }
+
+    fn layer(&mut self, layer: usize, kind: MlpKind) -> Result<DecoderLayer> {
+        let config = self.checkpoint.config();
+        let d = config.hidden;
+        let q = config.heads * config.head_dim;
+        let kv = config.kv_heads * config.head_dim;
+        let label = |what: &str| format!("layer {layer} {what}");
+        let qkv = [Role::Q { layer }, Role::K { layer }, Role::V { layer }];
+        Ok(DecoderLayer {
+            input_norm: self.vectors(&label("input norm"), &[Role::InputNorm { layer }])?,
+            qkv: self.matrix(&label("qkv"), [q + 2 * kv, d], &qkv)?,
+            head_norms: self.vectors(&label("head norms"), &[Role::QNorm { layer }, Role::KNorm { layer }])?,
+            o: self.matrix(&label("o"), [d, q], &[Role::O { layer }])?,
+            mlp_norm: self.vectors(&label("mlp norm"), &[Role::PostAttentionNorm { layer }])?,
+            mlp: match kind {
+                MlpKind::Dense => {
+                    let f = config.dense_width;
+                    let gate_up = [Role::DenseGate { layer }, Role::DenseUp { layer }];
+                    Mlp::Dense {
+                        gate_up: self.matrix(&label("gate_up"), [2 * f, d], &gate_up)?,
+                        down: self.matrix(&label("down"), [d, f], &[Role::DenseDown { layer }])?,
+                    }
+                }
+                MlpKind::Experts => Mlp::Experts(Box::new(self.experts(layer)?)),
+            },
+        })
+    }
+
+    /// This rank's experts of a layer, and the router, which every rank has whole.
+    fn experts(&mut self, layer: usize) -> Result<MoeLayer> {
+        let (checkpoint, share) = (self.checkpoint, self.share);
+        let config = checkpoint.config();
+        let (d, f) = (config.hidden, share.padded_width());
+        let placement = share.placement();
+        let owned = placement.owned();
+        let label = |what: &str| format!("layer {layer} {what}");
+        let owners = if placement.is_identity() {
+            None
+        } else {
+            let n_bytes = size_of_val(placement.owners()) as u64;
+            let buffer = self.gpu.buffer(&label("owners"), n_bytes, wgpu::BufferUsages::empty())?;
+            self.gpu.queue().write_buffer(&buffer, 0, bytemuck::cast_slice(placement.owners()));
+            Some(View::whole(&buffer))
+        };
+        let part = |local: usize, part| checkpoint.expert_block(layer, owned[local], part, share.width());
+        Ok(MoeLayer {
+            shape: config.moe,
+            experts: owned.len(),
+            width: f,
+            owners,
+            router: self.matrix(&label("router"), [config.moe.experts, d], &[Role::Router { layer }])?,
+            options: RouteOptions { renormalise: config.norm_topk_prob, ..RouteOptions::default() },
+            gate_up: self.up.stack(&label("experts gate_up"), owned.len(), [2 * f, d], &|m| {
+                Ok(vec![part(m, ExpertPart::Gate)?.padded_to(f), part(m, ExpertPart::Up)?.padded_to(f)])
+            })?,
+            down: self
+                .up
+                .stack(&label("experts down"), owned.len(), [d, f], &|m| Ok(vec![part(m, ExpertPart::Down)?]))?,
+            activation: Activation::Silu,
+        })
+    }
 }

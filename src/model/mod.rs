@@ -1,17 +1,20 @@
 //! The decoder around the mixture-of-experts layer: resident weights, and one step recorded layer by layer.
 
 pub mod cache;
+mod commands;
 pub mod load;
 pub mod step;
 
 pub use cache::KvCache;
-pub use step::{Commands, StepTensors};
+pub use commands::Commands;
+pub use load::LoadOptions;
+pub use step::StepTensors;
 
 use crate::checkpoint::ModelConfig;
 use crate::kernels::View;
 use crate::kernels::expert_gemm::Weights;
 use crate::layer::MoeLayer;
-use crate::placement::Placement;
+use crate::placement::{ExpertShare, PlacementRule, Topology};
 
 /// A model's weights on a device.
 #[derive(Debug)]
@@ -22,8 +25,11 @@ pub struct Model {
     pub(crate) lm_head: Option<Weights>,
     pub(crate) final_norm: View,
     pub(crate) layers: Vec<DecoderLayer>,
-    pub(crate) placement: Placement,
-    pub(crate) bytes_loaded: u64,
+    pub(crate) topology: Topology,
+    pub(crate) placement: PlacementRule,
+    /// What this rank holds of every layer with experts.
+    pub(crate) share: ExpertShare,
+    pub(crate) bytes_resident: u64,
 }
 
 /// One decoder layer.
@@ -52,9 +58,32 @@ impl Model {
         &self.config
     }
 
-    /// Bytes of weights on the device.
-    pub fn bytes_loaded(&self) -> u64 {
-        self.bytes_loaded
+    /// Bytes of weights on the device, padding included.
+    pub fn bytes_resident(&self) -> u64 {
+        self.bytes_resident
+    }
+
+    /// This rank's place among all.
+    pub fn topology(&self) -> Topology {
+        self.topology
+    }
+
+    /// How experts are shared out.
+    pub fn placement(&self) -> &PlacementRule {
+        &self.placement
+    }
+
+    /// What this rank holds of every layer with experts.
+    pub fn share(&self) -> &ExpertShare {
+        &self.share
+    }
+
+    /// The experts of a layer, for callers that record them into commands of their own; `None` where it has none.
+    pub fn moe_layer(&self, layer: usize) -> Option<&MoeLayer> {
+        match &self.layers.get(layer)?.mlp {
+            Mlp::Experts(moe) => Some(moe),
+            Mlp::Dense { .. } => None,
+        }
     }
 
     /// The matrix of the LM head.

@@ -1,10 +1,9 @@
 //! One step of the decoder: T rows of any mix of sequences, prompts and adapters.
 
 use crate::adapter::pool::AdapterPool;
-use crate::adapter::sites::LayerSites;
+use crate::adapter::sites::{EndSites, LayerSites};
 use crate::checkpoint::MlpKind;
 use crate::error::Result;
-use crate::gpu::Gpu;
 use crate::kernels::activation::{Activate, Hidden};
 use crate::kernels::attention::Attention;
 use crate::kernels::embed::Embed;
@@ -13,7 +12,7 @@ use crate::kernels::norm::Norm;
 use crate::kernels::rope::{AttentionShape, Rope};
 use crate::kernels::{Recording, View};
 use crate::layer::{LoraBatch, MoeTensors};
-use crate::model::{DecoderLayer, KvCache, Mlp, Model};
+use crate::model::{Commands, DecoderLayer, KvCache, Mlp, Model};
 
 /// What a step works on.
 pub struct StepTensors<'a> {
@@ -37,71 +36,23 @@ pub struct StepTensors<'a> {
     pub status: &'a View,
     /// Adapters of the batch; `None` when no row has one.
     pub lora: Option<LoraBatch>,
+    /// Some adapter of the batch changes the embedding.
+    pub lora_embedding: bool,
+    /// The adapters of the rows whose logits are wanted, by those rows; `None` when none of them changes the LM head.
+    pub lora_head: Option<LoraBatch>,
     /// Cached positions that all rows together attend to.
     pub attended: u64,
-}
-
-/// Commands under construction, cut into submissions that a desktop driver's watchdog tolerates.
-pub struct Commands {
-    gpu: Gpu,
-    encoder: wgpu::CommandEncoder,
-    macs: u64,
-}
-
-impl Commands {
-    /// An empty list.
-    pub fn new(gpu: &Gpu) -> Self {
-        Self { gpu: gpu.clone(), encoder: Self::encoder_on(gpu), macs: 0 }
-    }
-
-    fn encoder_on(gpu: &Gpu) -> wgpu::CommandEncoder {
-        gpu.device().create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("step") })
-    }
-
-    /// The encoder, for copies between passes.
-    pub fn encoder(&mut self) -> &mut wgpu::CommandEncoder {
-        &mut self.encoder
-    }
-
-    /// Records `work` into a pass of its own; `macs` is its size. Submits what went before when it grew too long.
-    ///
-    /// # Errors
-    /// Those of `work`.
-    pub fn pass<T>(
-        &mut self,
-        rec: &mut Recording,
-        label: &str,
-        macs: u64,
-        work: impl FnOnce(&mut Recording, &mut wgpu::ComputePass<'_>) -> Result<T>,
-    ) -> Result<T> {
-        if self.macs > 0 && self.macs + macs > self.gpu.capabilities().macs_per_submission {
-            rec.flush();
-            let full = std::mem::replace(&mut self.encoder, Self::encoder_on(&self.gpu));
-            self.gpu.queue().submit([full.finish()]);
-            self.macs = 0;
-        }
-        self.macs += macs;
-        let mut pass = self
-            .encoder
-            .begin_compute_pass(&wgpu::ComputePassDescriptor { label: Some(label), timestamp_writes: None });
-        work(rec, &mut pass)
-    }
-
-    /// Submits the rest.
-    pub fn submit(self, rec: &mut Recording) -> wgpu::SubmissionIndex {
-        rec.flush();
-        self.gpu.queue().submit([self.encoder.finish()])
-    }
 }
 
 impl Model {
     /// The adapter sites of every layer for `slots` slots.
     pub(crate) fn sites(&self, slots: usize) -> Vec<LayerSites> {
-        self.config
-            .layers
-            .iter()
-            .map(|kind| LayerSites::new(&self.config, *kind, self.placement.owned().len(), slots))
-            .collect()
+        self.config.layers.iter().map(|kind| LayerSites::new(&self.config, *kind, &self.share, slots)).collect()
+    }
+
+    /// The adapter sites outside the layers.
+    pub(crate) fn end_sites(&self, slots: usize) -> EndSites {
+        EndSites::new(&self.config, slots)
     }
 
     /// Multiply-accumulates of one layer for one row, adapters not counted.
@@ -121,7 +72,7 @@ impl Model {
     /// When the device refuses a shader or has no room for scratch.
     pub fn record(
         &self,
-        commands: &mut Commands,
+        commands: &mut Commands<'_>,
         rec: &mut Recording,
         cache: &KvCache,
         pool: &AdapterPool,
@@ -140,25 +91,37 @@ impl Model {
             };
             embed.record(rec, pass)?;
             let Some(batch) = t.lora.take() else { return Ok(None) };
+            let ends = pool.ends().filter(|_| t.lora_embedding);
             let sites = (0..self.layers.len()).flat_map(|layer| {
                 let sites = pool.layer(layer).0;
                 let dense = sites.router.is_none();
                 let mlp = [&sites.gate_up, &sites.down].into_iter().filter(move |_| dense);
                 [&sites.qkv, &sites.o].into_iter().chain(&sites.router).chain(mlp)
             });
-            batch.prepare(rec, pass, t.rows, sites).map(Some)
+            let embedding = ends.map(|(sites, _)| &sites.embedding);
+            let batch = batch.prepare(rec, pass, t.rows, sites.chain(embedding))?;
+            if let Some((sites, factors)) = ends {
+                let tables = [t.row_table, t.last_ids];
+                batch.record_embedding(rec, pass, &sites.embedding, factors, t.rows, tables, &hidden)?;
+            }
+            Ok(Some(batch))
         })?;
         let attention = t.attended * (2 * c.heads * c.head_dim) as u64;
         for (layer, weights) in self.layers.iter().enumerate() {
             let macs = self.layer_macs(layer) * t.rows as u64 + attention;
+            let residual = commands.adds_residual();
             commands.pass(rec, "layer", macs, |rec, pass| {
-                self.record_layer(rec, pass, layer, weights, cache, pool, &t, &hidden)
+                self.record_layer(rec, pass, layer, weights, cache, pool, &t, &hidden, residual)
             })?;
+            if matches!(weights.mlp, Mlp::Experts(_)) {
+                commands.sum(rec, &hidden, (t.rows * d * 4) as u64)?;
+            }
         }
         if t.logit_rows == 0 {
             return Ok(None);
         }
         let macs = (t.logit_rows * d * c.vocab) as u64;
+        let lora = t.lora_head.take();
         commands.pass(rec, "lm_head", macs, |rec, pass| {
             let x = rec.scratch("final x", (t.logit_rows * d * 4) as u64)?;
             let norm = Norm {
@@ -184,6 +147,11 @@ impl Model {
                 exact: false,
             };
             product.record(rec, pass)?;
+            if let Some((batch, (sites, factors))) = lora.zip(pool.ends()) {
+                let site = &sites.lm_head;
+                let batch = batch.prepare(rec, pass, t.logit_rows, std::iter::once(site))?;
+                batch.record_dense(rec, pass, site, factors, t.logit_rows, &x, &logits)?;
+            }
             Ok(Some(logits))
         })
     }
@@ -199,6 +167,7 @@ impl Model {
         pool: &AdapterPool,
         t: &StepTensors<'_>,
         hidden: &View,
+        residual: bool,
     ) -> Result<()> {
         let c = &self.config;
         let d = c.hidden;
@@ -268,7 +237,7 @@ impl Model {
                 moe.record(
                     rec,
                     pass,
-                    &MoeTensors { tokens: t.rows, x: &x, out: hidden, accumulate: true, status: t.status, lora },
+                    &MoeTensors { tokens: t.rows, x: &x, out: hidden, accumulate: residual, status: t.status, lora },
                 )
             }
             Mlp::Dense { gate_up, down } => {

@@ -2,6 +2,7 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::gpu::{GpuInfo, Tier};
+use crate::plan::matrix;
 
 /// Decisions that depend on the device alone. The rest of the crate asks this instead of limits or features.
 #[derive(Debug, Clone, PartialEq)]
@@ -27,6 +28,12 @@ pub struct Capabilities {
     pub macs_per_submission: u64,
 }
 
+/// Largest binding that is used, also where a device would take more: shaders count elements in u32, DX12 counts bytes in
+/// 32 bits, and Metal is told sizes in 32 bits. No index into a binding under this overflows, whatever its elements.
+const MAX_BINDING_BYTES: u64 = (1 << 31) - 4;
+/// Invocations of a workgroup that every device must allow. No variant uses more, also where a device would.
+const MIN_INVOCATIONS: u32 = 256;
+
 impl Capabilities {
     /// Decides for one device.
     ///
@@ -35,7 +42,7 @@ impl Capabilities {
     pub fn new(info: &GpuInfo, limits: &wgpu::Limits, downlevel: wgpu::DownlevelFlags, tier: Tier) -> Result<Self> {
         for (name, got, need) in [
             ("max_storage_buffers_per_shader_stage", limits.max_storage_buffers_per_shader_stage, 8),
-            ("max_compute_invocations_per_workgroup", limits.max_compute_invocations_per_workgroup, 256),
+            ("max_compute_invocations_per_workgroup", limits.max_compute_invocations_per_workgroup, MIN_INVOCATIONS),
             ("max_compute_workgroup_storage_size", limits.max_compute_workgroup_storage_size, 16 << 10),
             ("max_compute_workgroups_per_dimension", limits.max_compute_workgroups_per_dimension, 65_535),
         ] {
@@ -61,13 +68,16 @@ impl Capabilities {
         let one_subgroup = subgroup && min == max && (4..=128).contains(&min);
         Ok(Self {
             tier,
-            max_binding_bytes: limits.max_storage_buffer_binding_size.min(limits.max_buffer_size),
+            max_binding_bytes: limits
+                .max_storage_buffer_binding_size
+                .min(limits.max_buffer_size)
+                .min(MAX_BINDING_BYTES),
             subgroup,
             row_lanes: if one_subgroup { min } else { 64 },
             one_subgroup,
             gemm_lanes: if info.software { 16 } else { 64 },
-            along_depth: one_subgroup && !info.software && 4 * min <= limits.max_compute_invocations_per_workgroup,
-            matrix: one_subgroup && tier >= Tier::Matrix,
+            along_depth: one_subgroup && !info.software && 4 * min <= MIN_INVOCATIONS,
+            matrix: tier >= Tier::Matrix && matrix::takes_subgroups(min, max),
             macs_per_submission: if info.software { 100_000_000 } else { 200_000_000_000 },
         })
     }

@@ -1,5 +1,8 @@
 //! The matrix tier: what a device needs for it, how its products are cut, and which weights it can take.
 
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
+
 use crate::dtype::DType;
 
 /// Rows, columns and depth of the cooperative matrices that the shaders are written for: f16 operands, f32 sums.
@@ -11,6 +14,11 @@ const WIDTHS: [u32; 1] = [32];
 /// Workgroup memory that the largest product needs, in bytes.
 pub const WORKGROUP_BYTES: u32 = 48 << 10;
 
+/// Whether lanes can be laid out: by the size of a subgroup, which is fixed.
+pub fn takes_subgroups(min: u32, max: u32) -> bool {
+    min == max && WIDTHS.contains(&min)
+}
+
 /// Whether an adapter can run this tier: subgroups of one size, f16, and matrices of our edge with our types.
 pub fn offered(
     info: &wgpu::AdapterInfo,
@@ -20,10 +28,9 @@ pub fn offered(
 ) -> bool {
     use wgpu::CooperativeScalarType::{F16, F32};
     let needed = wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX | wgpu::Features::SHADER_F16;
-    // Lanes are laid out by the size of a subgroup, and WGSL has square matrices only.
+    // WGSL has square matrices only.
     features.contains(needed)
-        && info.subgroup_min_size == info.subgroup_max_size
-        && WIDTHS.contains(&info.subgroup_min_size)
+        && takes_subgroups(info.subgroup_min_size, info.subgroup_max_size)
         && limits.max_compute_workgroup_storage_size >= WORKGROUP_BYTES
         && listed.iter().any(|m| [m.m_size, m.n_size, m.k_size] == [EDGE; 3] && m.ab_type == F16 && m.cr_type == F32)
 }
@@ -138,9 +145,86 @@ pub fn weight_exponent(dtype: DType, largest: &[f32]) -> Option<i32> {
     (most - least <= 18 && (-112..=126).contains(&(14 - most))).then_some(14 - most)
 }
 
+/// The [`weight_exponent`] of a stack, which is known once all of its weights have been read; its copies learn it, too.
+#[derive(Debug, Clone, Default)]
+pub struct Exponent(Arc<OnceLock<Option<i32>>>);
+
+impl Exponent {
+    /// One that is known.
+    pub fn known(exponent: Option<i32>) -> Self {
+        Self(Arc::new(OnceLock::from(exponent)))
+    }
+
+    /// `None` also as long as it is not known: f32 arithmetic is right for all weights.
+    pub fn get(&self) -> Option<i32> {
+        self.0.get().copied().flatten()
+    }
+}
+
+/// The largest magnitudes of a stack whose weights are read in parts, in any order and by several threads.
+#[derive(Debug)]
+pub struct Measured {
+    dtype: DType,
+    /// One for each matrix, as bits of f32: magnitudes order like them, and what is no number is above all numbers.
+    largest: Box<[AtomicU32]>,
+    exponent: Exponent,
+}
+
+impl Measured {
+    /// For `count` matrices of weights whose exponent depends on them; `None`, with what is known, for others.
+    pub fn new(dtype: DType, count: usize) -> (Option<Self>, Exponent) {
+        if dtype != DType::Bf16 {
+            return (None, Exponent::known(weight_exponent(dtype, &[])));
+        }
+        let exponent = Exponent::default();
+        let largest = (0..count).map(|_| AtomicU32::new(0)).collect();
+        (Some(Self { dtype, largest, exponent: exponent.clone() }), exponent)
+    }
+
+    /// Takes a part of matrix `m`, zeros between rows included.
+    pub fn add(&self, m: usize, bytes: &[u8]) {
+        self.largest[m].fetch_max(largest(self.dtype, bytes).to_bits(), Ordering::Relaxed);
+    }
+
+    /// All parts have been added, by threads that have ended or handed over what they read.
+    pub fn finish(&self) {
+        let largest: Vec<f32> = self.largest.iter().map(|v| f32::from_bits(v.load(Ordering::Relaxed))).collect();
+        // Set once: an uploader runs once.
+        let _ = self.exponent.0.set(weight_exponent(self.dtype, &largest));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn parts_in_any_order_give_the_exponent_of_the_whole() {
+        let stacks: [&[&[f32]]; 6] = [
+            &[&[0.1, -3.0], &[0.0, 0.0]],
+            &[&[-1e6, 2.0], &[50.0, 1.0]],
+            &[&[1e-6, 0.0], &[0.0, -1e-7]],
+            &[&[1e6, 1.0], &[1e-3, 0.0]],
+            &[&[1.0, f32::NAN], &[1.0, 1.0]],
+            &[&[1.0, 1.0], &[f32::NEG_INFINITY, 1.0]],
+        ];
+        for stack in stacks {
+            let largest: Vec<f32> =
+                stack.iter().map(|m| m.iter().fold(0.0, |a, v| if a > v.abs() { a } else { v.abs() })).collect();
+            let (measured, exponent) = Measured::new(DType::Bf16, stack.len());
+            let measured = measured.unwrap();
+            for part in [1, 0] {
+                assert_eq!(exponent.get(), None, "not known before the end");
+                for (m, values) in stack.iter().enumerate().rev() {
+                    measured.add(m, &DType::Bf16.encode(&values[part..=part]));
+                }
+            }
+            measured.finish();
+            assert_eq!(exponent.get(), weight_exponent(DType::Bf16, &largest), "{stack:?}");
+        }
+        assert_eq!(Measured::new(DType::F16, 2).1.get(), Some(0));
+        assert_eq!(Measured::new(DType::F32, 2).1.get(), None);
+    }
 
     #[test]
     fn every_cut_divides_evenly_and_fits() {

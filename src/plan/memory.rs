@@ -55,8 +55,8 @@ pub fn engine_sizes(
 fn widest_row(config: &ModelConfig) -> usize {
     let attention = (config.heads + 2 * config.kv_heads) * config.head_dim;
     let experts = config.moe.top_k * config.hidden.max(2 * config.moe.expert_width);
-    // The adapters' intermediate: three projections of the largest rank that is read, one row a pair.
-    let adapters = config.moe.top_k.max(1) * 3 * crate::adapter::MAX_RANK;
+    // The adapters' intermediate: three projections of the largest rank that is read and a bias, one row a pair.
+    let adapters = config.moe.top_k.max(1) * 3 * (crate::adapter::MAX_RANK + 1).next_multiple_of(8);
     attention.max(experts).max(2 * config.dense_width).max(config.hidden).max(adapters)
 }
 
@@ -80,9 +80,11 @@ mod tests {
             max_positions: 40_960,
             tie_embeddings: false,
             dense_width: 6144,
+            shared_width: 0,
             moe: MoeShape { experts: 128, top_k: 8, hidden: 2048, expert_width: 768 },
             norm_topk_prob: true,
             layers: vec![MlpKind::Experts; 48],
+            mixers: Vec::new(),
             stop_ids: Vec::new(),
         }
     }

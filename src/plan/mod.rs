@@ -1,6 +1,7 @@
 //! Pure decisions, without a device: which kernel variants run, how tensors are cut, how work is split.
 
 pub mod capabilities;
+pub mod classes;
 pub mod matrix;
 pub mod memory;
 pub mod pieces;

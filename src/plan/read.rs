@@ -12,6 +12,7 @@ use crate::checkpoint::untrusted::shown;
 use crate::checkpoint::{ModelConfig, TensorHeader};
 use crate::error::{Error, ErrorKind, Result};
 use crate::family::class::{ExpertTensor, Group, expert_tensor, group};
+use crate::family::table::Stored;
 use crate::placement::{Placement, PlacementRule, Topology};
 
 /// Which block scales (and zero points, group indices) of routed experts a rank reads.
@@ -40,14 +41,15 @@ pub struct ExpertLayout {
 }
 
 impl ExpertLayout {
-    /// The layout of the supported family of `config`.
+    /// The layout of the family of `config`.
     pub fn of(config: &ModelConfig) -> Self {
+        let table = config.family.table();
         Self {
             experts: config.moe.experts,
             width: config.moe.expert_width,
             layers: config.n_layers(),
-            interleaved: false,
-            transposed: false,
+            interleaved: table.interleaved,
+            transposed: table.stored != Stored::OutIn,
         }
     }
 }
@@ -223,7 +225,7 @@ impl Rank<'_> {
             return Ok(Span::whole(header.n_bytes));
         }
         let owned = match tensor.expert {
-            Some(expert) if self.placement.local_table()[expert] < 0 => return Ok(Vec::new()),
+            Some(expert) if self.placement.local(expert).is_none() => return Ok(Vec::new()),
             // A tensor of its own is a stack of one.
             Some(_) => std::iter::once(0..1).collect(),
             None if header.shape.first() != Some(&experts) => {

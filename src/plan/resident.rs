@@ -7,7 +7,7 @@ use crate::checkpoint::{Checkpoint, MlpKind};
 use crate::error::Result;
 use crate::family::class::Group;
 use crate::family::{ExpertPart, Role};
-use crate::placement::{PlacementRule, Topology};
+use crate::placement::{ExpertShare, PlacementRule, Topology};
 
 /// Elements that the kernels read at a time: rows on the device are padded with zeros to a multiple.
 const ELEMENTS: usize = 8;
@@ -54,8 +54,8 @@ pub fn by_group(stacks: &[Stack]) -> BTreeMap<Group, u64> {
 /// Errors: those of the rule and of the checkpoint.
 pub fn stacks(checkpoint: &Checkpoint, rule: &PlacementRule, topology: Topology) -> Result<Vec<Stack>> {
     let config = checkpoint.config();
-    let owned = rule.place(config.moe.experts, topology)?.owned();
-    let width = topology.width_range(config.moe.expert_width).len();
+    let share = ExpertShare::new(rule, topology, config.moe.experts, config.moe.expert_width)?;
+    let (owned, width) = (share.placement().owned(), share.padded_width());
     let (d, q) = (config.hidden, config.heads * config.head_dim);
     let kv = config.kv_heads * config.head_dim;
     let mut stacks = Vec::new();
@@ -74,9 +74,19 @@ pub fn stacks(checkpoint: &Checkpoint, rule: &PlacementRule, topology: Topology)
     for (layer, kind) in config.layers.iter().enumerate() {
         let label = |what: &str| format!("layer {layer} {what}");
         push(label("input norm"), Group::Norm, 1, 1, d, 4);
-        push(label("head norms"), Group::Norm, 1, 2, config.head_dim, 4);
+        let length = |role| config.family.shape(role, config).map(|shape| shape.iter().product::<usize>());
+        match (length(Role::QNorm { layer }), length(Role::KNorm { layer })) {
+            (Some(q), Some(k)) if q == k => push(label("head norms"), Group::Norm, 1, 2, q, 4),
+            (q, k) => {
+                push(label("q norm"), Group::Norm, 1, 1, q.unwrap_or(0), 4);
+                push(label("k norm"), Group::Norm, 1, 1, k.unwrap_or(0), 4);
+            }
+        }
         push(label("mlp norm"), Group::Norm, 1, 1, d, 4);
         push(label("qkv"), Group::Attention, 1, q + 2 * kv, d, size(Role::Q { layer })?);
+        if length(Role::QBias { layer }).is_some() {
+            push(label("qkv bias"), Group::Attention, 1, 1, q + 2 * kv, 4);
+        }
         push(label("o"), Group::Attention, 1, d, q, size(Role::O { layer })?);
         match kind {
             MlpKind::Dense => {
@@ -86,6 +96,13 @@ pub fn stacks(checkpoint: &Checkpoint, rule: &PlacementRule, topology: Topology)
             }
             MlpKind::Experts => {
                 push(label("router"), Group::Router, 1, config.moe.experts, d, size(Role::Router { layer })?);
+                if length(Role::SharedDown { layer }).is_some() {
+                    let s = config.shared_width;
+                    let element = size(Role::SharedDown { layer })?;
+                    push(label("shared gate_up"), Group::SharedExpert, 1, 2 * s, d, element);
+                    push(label("shared down"), Group::SharedExpert, 1, d, s, element);
+                    push(label("shared router"), Group::SharedExpert, 1, 1, d, element);
+                }
                 let Some(&first) = owned.first() else { continue };
                 let up = checkpoint.expert_dtype(layer, first, ExpertPart::Gate)?.size();
                 let down = checkpoint.expert_dtype(layer, first, ExpertPart::Down)?.size();

@@ -13,9 +13,11 @@ pub struct Factors<'a> {
     pub a: &'a [f32],
     /// `[out, R]`
     pub b: &'a [f32],
+    /// `[out]` (`lora_bias`)
+    pub bias: Option<&'a [f32]>,
 }
 
-/// Semantics: `y[p, y_column..][..out] += s · B · (A · x[p / row_div])`.
+/// Semantics: `y[p, y_column..][..out] += s · (B · (A · x[p / row_div]) + bias)`.
 ///
 /// `x`: `[rows, in]`, `virtual_ids`: `[P]`, `y`: `[P, y_stride]`, of which columns y_column..y_column + out change. `factors`
 /// maps a virtual id (slot·E_l + expert) to what is loaded there. Pairs with a negative id or without factors are left
@@ -54,7 +56,7 @@ pub fn lora<'a>(
 
         // expand
         for o in 0..out_dim {
-            let mut sum = 0.0;
+            let mut sum = factor.bias.map_or(0.0, |bias| f64::from(bias[o]));
             for r in 0..factor.rank {
                 sum += f64::from(factor.b[o * factor.rank + r]) * shrunk[r];
             }
@@ -70,9 +72,15 @@ mod tests {
 
     #[test]
     fn adapters_of_different_rank_change_only_their_pairs_and_columns() {
-        let one = Factors { rank: 1, scale: 2.0, a: &[1.0, 1.0], b: &[1.0, 10.0] };
-        let two = Factors { rank: 2, scale: 0.5, a: &[1.0, 0.0, 0.0, 1.0], b: &[0.0, 1.0, 1.0, 0.0] };
-        let none = Factors { rank: 0, scale: 1.0, a: &[], b: &[] };
+        let one = Factors { rank: 1, scale: 2.0, a: &[1.0, 1.0], b: &[1.0, 10.0], bias: None };
+        let two = Factors {
+            rank: 2,
+            scale: 0.5,
+            a: &[1.0, 0.0, 0.0, 1.0],
+            b: &[0.0, 1.0, 1.0, 0.0],
+            bias: Some(&[4.0, 0.0]),
+        };
+        let none = Factors { rank: 0, scale: 1.0, a: &[], b: &[], bias: None };
         let factors = |v: usize| match v {
             0 => Some(one),
             3 => Some(two),
@@ -83,12 +91,12 @@ mod tests {
         // pairs of token 0: slots with rank 1 and 2; of token 1: rank 0 and nothing loaded
         let mut y = [1.0; 12];
         lora(&x, 2, &[0, 3, 4, 1], &factors, 2, 2, &mut y, 3, 1);
-        assert_eq!(y, [1.0, 7.0, 61.0, 1.0, 2.0, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]);
+        assert_eq!(y, [1.0, 7.0, 61.0, 1.0, 4.0, 1.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]);
     }
 
     #[test]
     fn a_negative_id_reads_and_writes_nothing() {
-        let factors = |_: usize| Some(Factors { rank: 1, scale: 1.0, a: &[1.0], b: &[1.0] });
+        let factors = |_: usize| Some(Factors { rank: 1, scale: 1.0, a: &[1.0], b: &[1.0], bias: None });
         let mut y = [5.0, 6.0];
         lora(&[f32::NAN, 1.0], 1, &[-7, 0], &factors, 1, 1, &mut y, 1, 0);
         assert_eq!(y, [5.0, 7.0]);

@@ -6,7 +6,7 @@ use wgmoe::Gpu;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::expert_gemm::Weights;
 use wgmoe::kernels::{Recording, View};
-use wgmoe::plan::matrix;
+use wgmoe::plan::matrix::{self, Exponent};
 use wgmoe::plan::pieces::cut;
 
 /// Elements behind every output that no kernel may touch.
@@ -105,6 +105,6 @@ pub fn weights(
     });
     let pieces = pieces.collect();
     let largest: Vec<f32> = bytes.chunks((out * row).max(1)).map(|m| matrix::largest(dtype, m)).collect();
-    let exponent = matrix::weight_exponent(dtype, &largest);
+    let exponent = Exponent::known(matrix::weight_exponent(dtype, &largest));
     (Weights { dtype, count, out_dim: out, in_dim: inner, pieces, exponent }, dtype.decode(&bytes))
 }

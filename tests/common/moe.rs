@@ -1,18 +1,19 @@
 //! A small mixture-of-experts layer on the device and in the oracle, with adapters of any sites, ranks and types.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use wgmoe::activation::Activation;
-use wgmoe::adapter::pool::{AdapterId, AdapterPool};
+use wgmoe::adapter::pool::{AdapterId, AdapterPool, PoolOptions};
 use wgmoe::adapter::sites::LayerSites;
 use wgmoe::adapter::{Factor, Matrix, Site};
 use wgmoe::checkpoint::MlpKind;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::{Recording, View};
 use wgmoe::layer::{LoraBatch, MoeTensors};
-use wgmoe::placement::Placement;
+use wgmoe::placement::{ExpertShare, Placement};
 use wgmoe::reference::{self, MoeOutput};
 use wgmoe::router::RouteOptions;
 use wgmoe::shape::MoeShape;
@@ -41,61 +42,86 @@ const SCRATCH: [&str; 14] = [
 ];
 const SCRATCH_WORDS: usize = 1 << 15;
 
-/// Site, global expert, scale, A and B of one factor.
-type Decoded = (Site, usize, f32, Vec<f32>, Vec<f32>);
+/// Site, global expert, scale, A, B and bias of one factor.
+type Decoded = (Site, usize, f32, Vec<f32>, Vec<f32>, Option<Vec<f32>>);
 
 /// One layer, twice.
 pub struct Twin {
+    pub shape: MoeShape,
     pub device: MoeLayer,
-    pub placement: Placement,
+    pub share: ExpertShare,
     pub router: Vec<f32>,
     gate_up: Vec<f32>,
     down: Vec<f32>,
 }
 
 impl Twin {
+    /// A layer of [`SHAPE`] with experts in their whole width.
     pub fn new(gpu: &Gpu, dtype: DType, placement: Placement) -> Self {
-        let MoeShape { experts: e, hidden: d, expert_width: f, .. } = SHAPE;
-        let (owned, mut rng) = (placement.owned(), Rng::new(61));
-        let held = owned.len();
+        Self::of(gpu, dtype, SHAPE, ExpertShare::of(placement, SHAPE.expert_width))
+    }
+
+    /// The part `share` of a layer of any shape. The oracle's weights are cut to the experts only.
+    pub fn of(gpu: &Gpu, dtype: DType, shape: MoeShape, share: ExpertShare) -> Self {
+        let MoeShape { experts: e, hidden: d, expert_width: f, .. } = shape;
+        let (owned, mut rng) = (share.placement().owned(), Rng::new(61));
         // Every rank draws all experts and keeps its own.
-        let mut stack = |all: usize, kept: &[usize], out: usize, inner: usize| {
-            let values: Vec<f32> = rng.floats(all * out * inner).iter().map(|v| v * 0.5).collect();
-            let kept_values: Vec<f32> =
-                kept.iter().flat_map(|e| values[e * out * inner..(e + 1) * out * inner].to_vec()).collect();
-            weights(gpu, dtype, [kept.len(), out, inner], &kept_values, u64::MAX)
+        let mut draw = |all: usize, kept: &[usize], size: usize| -> Vec<f32> {
+            let values: Vec<f32> = rng.floats(all * size).iter().map(|v| v * 0.5).collect();
+            kept.iter().flat_map(|e| values[e * size..(e + 1) * size].to_vec()).collect()
         };
-        let (router_weights, router) = stack(1, &[0], e, d);
-        let (gate_up_weights, gate_up) = stack(e, &owned, 2 * f, d);
-        let (down_weights, down) = stack(e, &owned, d, f);
+        let (router, gate_up, down) = (draw(1, &[0], e * d), draw(e, &owned, 2 * f * d), draw(e, &owned, d * f));
+        // gate, up and down in the columns of this rank, then zeros.
+        let (columns, width) = (share.width(), share.padded_width());
+        let mut halves = Vec::new();
+        for half in gate_up.chunks(f * d) {
+            halves.extend_from_slice(&half[columns.start * d..columns.end * d]);
+            halves.resize(halves.len() + (width - columns.len()) * d, 0.0);
+        }
+        let mut rows = Vec::new();
+        for row in down.chunks(f) {
+            rows.extend_from_slice(&row[columns.clone()]);
+            rows.resize(rows.len() + width - columns.len(), 0.0);
+        }
+        let n = owned.len();
+        let decoded = |values: &[f32]| dtype.decode(&dtype.encode(values));
         let device = MoeLayer {
-            shape: SHAPE,
-            experts: held,
-            local_table: (!placement.is_identity()).then(|| upload(gpu, placement.local_table())),
-            router: router_weights,
+            shape,
+            experts: n,
+            width,
+            owners: (!share.placement().is_identity()).then(|| upload(gpu, share.placement().owners())),
+            router: weights(gpu, dtype, [1, e, d], &router, u64::MAX).0,
             options: RouteOptions::default(),
-            gate_up: gate_up_weights,
-            down: down_weights,
+            gate_up: weights(gpu, dtype, [n, 2 * width, d], &halves, u64::MAX).0,
+            down: weights(gpu, dtype, [n, d, width], &rows, u64::MAX).0,
             activation: Activation::Silu,
         };
-        Self { device, placement, router, gate_up, down }
+        let [router, gate_up, down] = [router, gate_up, down].map(|values| decoded(&values));
+        Self { shape, device, share, router, gate_up, down }
+    }
+
+    /// What a pool for this layer alone is made of.
+    pub fn pool_options(&self, slots: usize) -> PoolOptions {
+        let mut config = ModelConfig::open(Path::new("tests/data/tiny/qwen3_moe")).unwrap();
+        (config.hidden, config.moe) = (self.shape.hidden, self.shape);
+        // Every attention projection is square.
+        (config.heads, config.kv_heads, config.head_dim) = (1, 1, self.shape.hidden);
+        let sites = LayerSites::new(&config, MlpKind::Experts, &self.share, slots);
+        PoolOptions { layers: vec![(sites, Some(self.share.clone()))], ends: None, slots, budget: None }
     }
 
     /// An empty pool for this layer alone.
     pub fn pool(&self, gpu: &Gpu, slots: usize) -> AdapterPool {
-        let mut config = ModelConfig::open(Path::new("tests/data/tiny/qwen3_moe")).unwrap();
-        (config.hidden, config.moe) = (SHAPE.hidden, SHAPE);
-        let sites = LayerSites::new(&config, MlpKind::Experts, self.device.experts, slots);
-        AdapterPool::new(gpu, vec![(sites, Some(self.placement.clone()))], slots).unwrap()
+        AdapterPool::with_options(gpu, self.pool_options(slots)).unwrap()
     }
 
     /// The oracle; `adapters[slot]` is what the slot holds.
     pub fn expected(&self, x: &[f32], mapping: &[i32], adapters: &[Option<&Adapter>]) -> MoeOutput {
         let layer = reference::MoeLayer {
-            shape: SHAPE,
+            shape: self.shape,
             options: self.device.options,
             activation: self.device.activation,
-            table: self.placement.local_table(),
+            owners: self.share.placement().owners(),
             router: &self.router,
             router_bias: None,
             gate_up: &self.gate_up,
@@ -103,7 +129,7 @@ impl Twin {
             down: &self.down,
             down_bias: None,
         };
-        let owned = self.placement.owned();
+        let owned = self.share.placement().owned();
         let decoded: Vec<Vec<Decoded>> = adapters
             .iter()
             .map(|adapter| {
@@ -111,16 +137,16 @@ impl Twin {
                 factors
                     .map(|f| {
                         let values = |m: &Matrix| m.dtype.decode(&m.bytes);
-                        (f.site, f.expert, f.scale, values(&f.a), values(&f.b))
+                        (f.site, f.expert, f.scale, values(&f.a), values(&f.b), f.bias.as_deref().map(values))
                     })
                     .collect()
             })
             .collect();
         let factors = |site: Site, v: usize| {
             let (slot, expert) = (v / owned.len(), owned[v % owned.len()]);
-            let (_, _, scale, a, b) = decoded[slot].iter().find(|(s, e, ..)| (*s, *e) == (site, expert))?;
-            let inner = if site == Site::ExpertDown { SHAPE.expert_width } else { SHAPE.hidden };
-            Some(reference::Factors { rank: a.len() / inner, scale: *scale, a, b })
+            let (_, _, scale, a, b, bias) = decoded[slot].iter().find(|(s, e, ..)| (*s, *e) == (site, expert))?;
+            let inner = if site == Site::ExpertDown { self.shape.expert_width } else { self.shape.hidden };
+            Some(reference::Factors { rank: a.len() / inner, scale: *scale, a, b, bias: bias.as_deref() })
         };
         reference::moe_layer(&layer, x, mapping, adapters.len(), &factors)
     }
@@ -147,7 +173,7 @@ pub struct OnDevice {
 impl OnDevice {
     pub fn new(gpu: &Gpu, batch: &Batch) -> Self {
         let tokens = batch.mapping.len();
-        let unwritten = vec![f32::NAN; tokens * SHAPE.hidden];
+        let unwritten = vec![f32::NAN; batch.x.len()];
         let mut slots: Vec<i32> = batch.mapping.iter().copied().filter(|s| *s >= 0).collect();
         slots.sort_unstable();
         slots.dedup();
@@ -196,6 +222,11 @@ impl OnDevice {
         layer.record(rec, pass, &tensors)
     }
 
+    /// Where the output and the status word lie.
+    pub fn results(&self) -> [&View; 2] {
+        [&self.out.view, &self.status.view]
+    }
+
     pub fn read(&self, gpu: &Gpu) -> (Vec<f32>, u32) {
         (self.out.read(gpu), self.status.read(gpu)[0])
     }
@@ -220,7 +251,12 @@ pub fn forward(gpu: &Gpu, layer: &MoeLayer, pool: Option<&AdapterPool>, batch: &
 
 /// An adapter of layer 0 on `sites`, with a value of its own in every factor; with `fused`, gate and up share A.
 pub fn adapter(seed: u64, rank: usize, dtype: DType, sites: &[Site], fused: bool) -> Adapter {
-    let MoeShape { experts, hidden: d, expert_width: f, .. } = SHAPE;
+    adapter_of(SHAPE, seed, rank, dtype, sites, fused)
+}
+
+/// The same for a layer of any shape.
+pub fn adapter_of(shape: MoeShape, seed: u64, rank: usize, dtype: DType, sites: &[Site], fused: bool) -> Adapter {
+    let MoeShape { experts, hidden: d, expert_width: f, .. } = shape;
     let mut rng = Rng::new(seed);
     let mut matrix = |rows: usize, cols: usize| {
         let bytes = dtype.encode(&rng.floats(rows * cols));
@@ -240,11 +276,51 @@ pub fn adapter(seed: u64, rank: usize, dtype: DType, sites: &[Site], fused: bool
                 .find(|f| fused && f.expert == expert && (f.site, site) == (Site::ExpertGate, Site::ExpertUp));
             let a = shared.map(|f| f.a.clone()).unwrap_or_else(|| matrix(rank, inner));
             let scale = 0.5 / rank as f32;
-            factors.push(Factor { layer: 0, site, expert, rank, scale, a, b: matrix(out, rank) });
+            factors.push(Factor { layer: 0, site, expert, rank, scale, a, b: matrix(out, rank), bias: None });
         }
     }
     factors.sort_by_key(Factor::place);
-    Adapter { path: PathBuf::new(), factors, bytes_read: 0 }
+    Adapter { path: PathBuf::new(), factors, bytes_read: 0, share: None }
+}
+
+/// The same adapter with a bias of `dtype` on every second factor.
+pub fn biased(seed: u64, dtype: DType, mut adapter: Adapter) -> Adapter {
+    let mut rng = Rng::new(seed);
+    for f in adapter.factors.iter_mut().step_by(2) {
+        let bytes = dtype.encode(&rng.floats(f.b.rows));
+        f.bias = Some(Arc::new(Matrix { dtype, rows: f.b.rows, cols: 1, bytes }));
+    }
+    adapter
+}
+
+/// What a rank that holds `share` reads of an adapter.
+pub fn cut(adapter: &Adapter, share: &ExpertShare) -> Adapter {
+    let columns = share.width();
+    let part = |m: &Matrix, rows: Range<usize>, cols: Range<usize>| {
+        let size = m.dtype.size();
+        let row = |r: usize| &m.bytes[(r * m.cols + cols.start) * size..(r * m.cols + cols.end) * size];
+        let bytes = rows.clone().flat_map(|r| row(r).to_vec()).collect();
+        Arc::new(Matrix { dtype: m.dtype, rows: rows.len(), cols: cols.len(), bytes })
+    };
+    let of_expert = |site| matches!(site, Site::ExpertGate | Site::ExpertUp | Site::ExpertDown);
+    let held = adapter.factors.iter().filter(|f| !of_expert(f.site) || share.placement().local(f.expert).is_some());
+    let factors = held.map(|f| {
+        let mut f = f.clone();
+        match f.site {
+            Site::ExpertDown => {
+                f.a = part(&f.a, 0..f.a.rows, columns.clone());
+                // The rank with the first columns adds it.
+                f.bias = f.bias.filter(|_| columns.start == 0);
+            }
+            site if of_expert(site) => {
+                f.b = part(&f.b, columns.clone(), 0..f.b.cols);
+                f.bias = f.bias.map(|bias| part(&bias, columns.clone(), 0..1));
+            }
+            _ => {}
+        }
+        f
+    });
+    Adapter { factors: factors.collect(), share: Some(share.clone()), ..adapter.clone() }
 }
 
 /// Makes an adapter resident and pins it.

@@ -1,6 +1,7 @@
 //! Writes model and adapter folders, good ones and broken ones, for the tests of readers.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
+pub mod layouts;
 pub mod zip;
 
 use std::path::{Path, PathBuf};

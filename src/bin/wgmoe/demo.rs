@@ -13,6 +13,7 @@ use wgmoe::gpu::Tier;
 use wgmoe::text::Message;
 
 use crate::perplexity::{self, Measured};
+use crate::ranks::{RankOptions, World};
 use crate::requests::{Prompt, read_lines};
 use crate::session::{Answer, Files, Job, ModelFiles, Session, generate_with_bar, speed};
 use crate::table::{bytes, cell, table};
@@ -48,6 +49,8 @@ pub struct Options {
     #[arg(long, value_enum, default_value_t = Format::Table, value_name = "FORMAT")]
     format: Format,
     #[command(flatten)]
+    ranks: RankOptions,
+    #[command(flatten)]
     device: Device,
 }
 
@@ -79,7 +82,16 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         serde_json::from_reader(BufReader::new(File::open(&path).with_context(place)?)).with_context(place)?;
     let adapters: Vec<_> = reference.exact_match.keys().filter(|name| *name != "base").cloned().collect();
     let loras = adapters.iter().map(|name| (name.clone(), options.dir.join("adapters").join(name))).collect();
-    let files = ModelFiles { model: options.dir.join("base"), loras }.open()?;
+    let files = ModelFiles {
+        model: options.dir.join("base"),
+        loras,
+        adapter_memory: None,
+        ranks: options.ranks.clone(),
+        #[cfg(feature = "mpi")]
+        mpi: false,
+    };
+    let world = files.ranks.topology(0)?.world();
+    let files = files.open(&World::Threads)?;
     let tiers: Vec<Option<Tier>> = if options.all_tiers {
         options.device.open()?.info().tiers.iter().copied().map(Some).collect()
     } else {
@@ -87,7 +99,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     };
     let mut wrong = 0;
     for tier in tiers {
-        wrong += Demo { options, files: &files, reference: &reference, adapters: &adapters }.on(tier)?;
+        wrong += Demo { options, world, files: &files, reference: &reference, adapters: &adapters }.on(tier)?;
     }
     match wrong {
         0 => Ok(()),
@@ -97,6 +109,8 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
 
 struct Demo<'a> {
     options: &'a Options,
+    /// Number of ranks.
+    world: usize,
     files: &'a Files,
     reference: &'a Reference,
     adapters: &'a [String],
@@ -108,9 +122,9 @@ impl Demo<'_> {
         let table = self.options.format == Format::Table;
         let greedy = self.greedy_jobs()?;
         let eval = if self.options.full { Some(self.eval()?) } else { None };
-        let gpu = self.options.device.open_tier(tier)?;
         let all: Vec<Job> = greedy.iter().chain(eval.iter().flat_map(|eval| &eval.jobs)).cloned().collect();
-        let mut session = self.files.start(gpu, &all)?;
+        let world = if self.world == 1 { World::Alone } else { World::Threads };
+        let mut session = self.files.start(world, &self.options.device, tier, &all)?;
         let (answers, elapsed) = generate_with_bar(&mut session, &greedy)?;
         let (mut wrong, shown) = self.check_greedy(&answers)?;
         let tokens: usize = answers.iter().map(|answer| answer.ids.len()).sum();

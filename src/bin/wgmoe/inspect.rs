@@ -11,10 +11,10 @@ use anyhow::Context;
 use clap::{Args, ValueEnum};
 use wgmoe::checkpoint::Checkpoint;
 use wgmoe::gpu::Gpu;
-use wgmoe::placement::{PlacementRule, Topology};
 use wgmoe::plan::read::ScalePolicy;
 
-use crate::{Device, Format, usage};
+use crate::ranks::RankOptions;
+use crate::{Device, Format, size, usage};
 
 /// Binding limit where there is no device: what every WebGPU device has.
 const DEFAULT_BINDING_BYTES: u64 = 128 << 20;
@@ -37,21 +37,14 @@ pub struct Options {
     /// Model folder: config.json and *.safetensors
     #[arg(value_name = "DIR")]
     dir: PathBuf,
-    /// Number of ranks [default: --ep]
-    #[arg(long, value_name = "N", help_heading = "Ranks")]
-    tp: Option<usize>,
-    /// Number of expert groups; divides the number of ranks
-    #[arg(long, value_name = "N", help_heading = "Ranks")]
-    ep: Option<usize>,
+    #[command(flatten)]
+    ranks: RankOptions,
     /// The rank to show
     #[arg(long, value_name = "R", default_value_t = 0, conflicts_with = "all_ranks", help_heading = "Ranks")]
     rank: usize,
     /// Show every rank
     #[arg(long, help_heading = "Ranks")]
     all_ranks: bool,
-    /// How experts are shared out: linear, round-robin, or a JSON file
-    #[arg(long, value_name = "RULE|FILE", default_value = "linear", help_heading = "Ranks")]
-    placement: String,
     /// Block scales to read: those of the rank's own experts, or all
     #[arg(long, value_enum, value_name = "WHICH", default_value_t = Scales::Owned, help_heading = "Ranks")]
     scales: Scales,
@@ -80,36 +73,17 @@ enum Scales {
     All,
 }
 
-/// A number of bytes, with or without a unit.
-fn size(text: &str) -> Result<u64, String> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let shift = match &text[digits.len()..] {
-        "" | "B" => 0,
-        "KiB" => 10,
-        "MiB" => 20,
-        "GiB" => 30,
-        "TiB" => 40,
-        _ => return Err("expected bytes, or a number with KiB, MiB, GiB or TiB".into()),
-    };
-    let n: u64 = digits.trim().parse().map_err(|_| "expected a whole number, such as 128MiB")?;
-    n.checked_mul(1 << shift).filter(|&n| n > 0).ok_or_else(|| "out of range".into())
-}
-
 pub fn run(options: &Options) -> anyhow::Result<()> {
-    let first = Topology::new(options.tp, options.ep, options.rank).map_err(|e| usage(e.to_string()))?;
+    let first = options.ranks.topology(options.rank)?;
     let ranks = if options.all_ranks { 0..first.world() } else { first.rank()..first.rank() + 1 };
     let topologies = ranks.map(|rank| first.at(rank)).collect::<Result<Vec<_>, _>>()?;
-    let rule = match options.placement.as_str() {
-        "linear" => PlacementRule::Linear,
-        "round-robin" => PlacementRule::RoundRobin,
-        file => PlacementRule::from_json(file.as_ref()).context("--placement")?,
-    };
+    let rule = options.ranks.rule()?;
     let (device, limit) = options.limit()?;
     let checkpoint = Checkpoint::open(&options.dir)?;
     let input = report::Input {
         checkpoint: &checkpoint,
         rule: &rule,
-        placement: &options.placement,
+        placement: &options.ranks.placement,
         topologies: &topologies,
         scales: if options.scales == Scales::All { ScalePolicy::All } else { ScalePolicy::Owned },
         binding_limit: limit,

@@ -5,6 +5,7 @@ mod devices;
 mod inspect;
 mod logits;
 mod perplexity;
+mod ranks;
 mod requests;
 mod run;
 mod score;
@@ -98,6 +99,14 @@ impl Device {
         self.open_tier(self.tier())
     }
 
+    /// The device number `index`, else the one asked for.
+    fn open_at(&self, index: Option<usize>, tier: Option<Tier>) -> anyhow::Result<Gpu> {
+        match index {
+            Some(index) => Ok(Gpu::new(&GpuOptions { device: Some(index.to_string()), tier })?),
+            None => self.open_tier(tier),
+        }
+    }
+
     fn open_tier(&self, tier: Option<Tier>) -> anyhow::Result<Gpu> {
         let options = GpuOptions { device: self.device.clone(), tier };
         Gpu::new(&options).map_err(|error| match &self.device {
@@ -112,6 +121,21 @@ impl Device {
             None => error.into(),
         })
     }
+}
+
+/// A number of bytes, with or without a unit.
+fn size(text: &str) -> Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match &text[digits.len()..] {
+        "" | "B" => 0,
+        "KiB" => 10,
+        "MiB" => 20,
+        "GiB" => 30,
+        "TiB" => 40,
+        _ => return Err("expected bytes, or a number with KiB, MiB, GiB or TiB".into()),
+    };
+    let n: u64 = digits.trim().parse().map_err(|_| "expected a whole number, such as 128MiB")?;
+    n.checked_mul(1 << shift).filter(|&n| n > 0).ok_or_else(|| "out of range".into())
 }
 
 /// A mistake of the caller: exit code 2.

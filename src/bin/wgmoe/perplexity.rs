@@ -55,9 +55,10 @@ pub struct Options {
 }
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
+    let Some(world) = options.files.join(&options.device)? else { return Ok(()) };
     options.files.check_adapter("--adapter", options.adapter.as_deref())?;
     let tier = options.device.tier();
-    let files = options.files.open()?;
+    let files = options.files.open(&world)?;
     let tasks = match (&options.text, &options.tokens) {
         (Some(path), _) => vec![text_task(&files, path)?],
         (None, Some(path)) => read_tasks(&files, path)?,
@@ -65,7 +66,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     };
     let pairs: Vec<_> = tasks.iter().map(|task| (options.adapter.as_deref(), task)).collect();
     let jobs = jobs(&pairs);
-    let mut session = files.start(options.device.open_tier(tier)?, &jobs)?;
+    let mut session = files.start(world, &options.device, tier, &jobs)?;
     let measured = measure(&mut session, &pairs, &jobs)?;
     let mut out = std::io::stdout().lock();
     match options.format {

@@ -75,13 +75,13 @@ pub struct Options {
 }
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
+    let Some(world) = options.files.join(&options.device)? else { return Ok(()) };
     let sampling = options.sampling()?;
     let tier = options.device.tier();
     let inputs = options.inputs()?;
-    let files = options.files.open()?;
+    let files = options.files.open(&world)?;
     let jobs = inputs.iter().map(|input| options.job(&files, input, &sampling)).collect::<Result<Vec<_>, _>>()?;
-    let gpu = options.device.open_tier(tier)?;
-    let mut session = files.start(gpu, &jobs)?;
+    let mut session = files.start(world, &options.device, tier, &jobs)?;
     match options.format {
         Format::Table if jobs.len() == 1 => stream(&files, &mut session, &jobs),
         format => batch(&files, &mut session, &jobs, format),

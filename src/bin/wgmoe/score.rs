@@ -53,12 +53,13 @@ struct Scored<'a> {
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
     let OnlyJson::Json = options.format;
+    let Some(world) = options.files.join(&options.device)? else { return Ok(()) };
     let tier = options.device.tier();
     let mut lines = read_lines::<ScoreLine>("--requests", &options.requests)?;
     for line in &lines {
         options.files.check_adapter(&line.place, line.value.adapter.as_deref())?;
     }
-    let files = options.files.open()?;
+    let files = options.files.open(&world)?;
     let vocab = files.config().vocab;
     let mut jobs = Vec::new();
     for line in &mut lines {
@@ -70,7 +71,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         let ids = files.ids(&line.place, &prompt)?;
         jobs.push(Job::score(line.place.clone(), line.value.adapter.clone(), ids));
     }
-    let mut session = files.start(options.device.open_tier(tier)?, &jobs)?;
+    let mut session = files.start(world, &options.device, tier, &jobs)?;
     let mut answers: Vec<_> = jobs
         .iter()
         .map(|job| Scored {

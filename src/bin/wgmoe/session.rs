@@ -11,12 +11,16 @@ use indicatif::{ProgressBar, ProgressStyle};
 use wgmoe::adapter::Adapter;
 use wgmoe::checkpoint::{Checkpoint, ModelConfig};
 use wgmoe::engine::{AdapterId, Engine, EngineOptions, Event, FinishReason, Request, Sampling, SequenceId};
-use wgmoe::gpu::Gpu;
+#[cfg(feature = "mpi")]
+use wgmoe::exchange::Exchange as _;
+use wgmoe::gpu::{Gpu, Tier};
 use wgmoe::model::Model;
+use wgmoe::placement::{ExpertShare, Topology};
 use wgmoe::text::{ChatTemplate, Tokenizer};
 
+use crate::ranks::{Others, RankOptions, Share, World, places};
 use crate::requests::Prompt;
-use crate::usage;
+use crate::{Device, size, usage};
 
 /// Sequences that decode together; more requests wait their turn.
 const MAX_SEQUENCES: usize = 128;
@@ -31,6 +35,15 @@ pub struct ModelFiles {
     /// Adapter folder to load under a name; give it several times for several adapters
     #[arg(long = "lora", value_name = "NAME=DIR", value_parser = named_dir)]
     pub loras: Vec<(String, PathBuf)>,
+    /// Device memory for adapters, such as 512MiB: more of them take turns [default: as much as they need]
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub adapter_memory: Option<u64>,
+    #[command(flatten)]
+    pub ranks: RankOptions,
+    /// Ranks are the processes that mpirun started: rank 0 reads and writes, the others follow
+    #[cfg(feature = "mpi")]
+    #[arg(long, help_heading = "Ranks")]
+    pub mpi: bool,
 }
 
 fn named_dir(text: &str) -> Result<(String, PathBuf), String> {
@@ -53,21 +66,71 @@ impl ModelFiles {
         }
     }
 
-    /// Opens and checks every file; nothing is put on a device yet.
-    pub fn open(&self) -> anyhow::Result<Files> {
+    /// Who the other ranks are. `None` in a process that is one of them, which has done its work then.
+    pub fn join(&self, device: &Device) -> anyhow::Result<Option<World>> {
+        #[cfg(feature = "mpi")]
+        if self.mpi {
+            return self.join_processes(device);
+        }
+        let _ = device;
+        let world = self.ranks.topology(0)?.world();
+        Ok(Some(if world == 1 { World::Alone } else { World::Threads }))
+    }
+
+    #[cfg(feature = "mpi")]
+    fn join_processes(&self, device: &Device) -> anyhow::Result<Option<World>> {
+        let line = wgmoe::exchange::mpi::Mpi::join()?;
+        let (rank, ranks, local_rank) = (line.rank(), line.ranks(), line.local_rank());
+        let world = World::Processes(Box::new(line));
+        let share = self.share(&world);
+        let asked = share.options.topology(0)?.world();
+        if asked != ranks {
+            return Err(usage(format!("--mpi: expected {asked} processes for --tp and --ep, got {ranks}")));
+        }
+        let World::Processes(mut line) = world else { return Ok(None) };
+        if rank == 0 {
+            return Ok(Some(World::Processes(line)));
+        }
+        let places = places(device);
+        match device.open_at(places[local_rank % places.len()], device.tier()) {
+            Ok(gpu) => share.follow(&gpu, line)?,
+            Err(e) => {
+                line.fail(&format!("{e:#}"));
+                return Err(e);
+            }
+        }
+        Ok(None)
+    }
+
+    fn share(&self, world: &World) -> Share {
+        let mut options = self.ranks.clone();
+        if let (Some(ranks), None, None) = (world.processes(), options.tp, options.ep) {
+            options.ep = Some(ranks);
+        }
+        Share { model: self.model.clone(), loras: self.loras.clone(), options }
+    }
+
+    /// Opens and checks every file, of adapters what rank 0 owns; nothing is put on a device yet.
+    pub fn open(&self, world: &World) -> anyhow::Result<Files> {
         for (index, (name, _)) in self.loras.iter().enumerate() {
             if self.loras[..index].iter().any(|(earlier, _)| earlier == name) {
                 return Err(usage(format!("--lora: the name `{name}` is given twice")));
             }
         }
         let checkpoint = Checkpoint::open(&self.model)?;
+        let share = self.share(world);
+        let moe = &checkpoint.config().moe;
+        let owned =
+            ExpertShare::new(&share.options.rule()?, share.options.topology(0)?, moe.experts, moe.expert_width)?;
         let tokenizer = Tokenizer::open(&self.model)?;
         let open = |(name, dir): &(String, PathBuf)| {
-            let adapter = Adapter::open(dir, checkpoint.config()).with_context(|| format!("adapter `{name}`"))?;
+            let adapter = Adapter::open_for(dir, checkpoint.config(), &owned);
+            let adapter = adapter.with_context(|| format!("adapter `{name}`"))?;
             anyhow::Ok((name.clone(), adapter))
         };
         let adapters = self.loras.iter().map(open).collect::<Result<_, _>>()?;
-        Ok(Files { checkpoint, tokenizer, template: OnceCell::new(), adapters })
+        let template = OnceCell::new();
+        Ok(Files { checkpoint, tokenizer, template, adapters, adapter_memory: self.adapter_memory, share })
     }
 }
 
@@ -77,6 +140,8 @@ pub struct Files {
     tokenizer: Option<Tokenizer>,
     template: OnceCell<ChatTemplate>,
     adapters: Vec<(String, Adapter)>,
+    adapter_memory: Option<u64>,
+    share: Share,
 }
 
 impl Files {
@@ -143,29 +208,56 @@ impl Files {
         Ok(self.template.get_or_init(|| template))
     }
 
-    /// Loads model and adapters onto `gpu` and makes room for `jobs`.
-    pub fn start(&self, gpu: Gpu, jobs: &[Job]) -> anyhow::Result<Session<'_>> {
+    /// Loads model and adapters, on every rank its share, and makes room for `jobs`.
+    pub fn start(
+        &self,
+        world: World,
+        device: &Device,
+        tier: Option<Tier>,
+        jobs: &[Job],
+    ) -> anyhow::Result<Session<'_>> {
+        let (mut others, share) = (Others::default(), &self.share);
+        let line = match world {
+            World::Alone => None,
+            World::Threads => {
+                let (started, line) = Others::start(share, device, tier)?;
+                others = started;
+                Some(line)
+            }
+            #[cfg(feature = "mpi")]
+            World::Processes(line) => Some(line),
+        };
+        let gpu = match &line {
+            None => device.open_tier(tier)?,
+            Some(_) => device.open_at(places(device)[0], tier)?,
+        };
         let bar = ProgressBar::new(0).with_style(style("loading {bar:30} {binary_bytes}/{binary_total_bytes} {eta}"));
-        let model = Model::load(&gpu, &self.checkpoint, &mut |done, total| {
+        let (model, streamed) = Model::load(&gpu, &self.checkpoint, &share.load_options(0)?, &mut |done, total| {
             bar.set_length(total);
             bar.set_position(done);
         })?;
         bar.finish_and_clear();
         let read: u64 = self.adapters.iter().map(|(_, adapter)| adapter.bytes_read).sum();
-        let bytes_loaded = model.bytes_loaded() + read;
+        let bytes_loaded = streamed.bytes_read + read;
         let options = EngineOptions {
             max_sequences: jobs.len().clamp(1, MAX_SEQUENCES),
             max_context: jobs.iter().map(|job| job.ids.len() + job.max_tokens).max().unwrap_or(1),
             adapter_slots: self.adapters.len().max(1),
+            adapter_memory: self.adapter_memory,
             ..EngineOptions::default()
         };
-        let mut engine = Engine::new(&gpu, model, options)?;
-        let mut ids = HashMap::new();
+        let topology = model.topology();
+        let engine = match line {
+            None => Engine::new(&gpu, model, options)?,
+            Some(line) => Engine::with_ranks(&gpu, model, options, line)?,
+        };
+        let mut session =
+            Session { gpu, engine: Some(engine), others, topology, adapters: HashMap::new(), bytes_loaded };
         for (name, adapter) in &self.adapters {
-            let id = engine.load_adapter(name, adapter).with_context(|| format!("adapter `{name}`"))?;
-            ids.insert(name.as_str(), id);
+            let id = session.engine()?.load_adapter(name, adapter).with_context(|| format!("adapter `{name}`"))?;
+            session.adapters.insert(name.as_str(), id);
         }
-        Ok(Session { gpu, engine, adapters: ids, bytes_loaded })
+        Ok(session)
     }
 }
 
@@ -224,13 +316,29 @@ impl Answer {
 /// A model on a device, ready for one batch after another.
 pub struct Session<'a> {
     pub gpu: Gpu,
-    engine: Engine,
+    /// There until the session is dropped.
+    engine: Option<Engine>,
+    others: Others,
+    topology: Topology,
     adapters: HashMap<&'a str, AdapterId>,
     /// Bytes of weights and adapter factors that were read.
     pub bytes_loaded: u64,
 }
 
+impl Drop for Session<'_> {
+    fn drop(&mut self) {
+        if let Some(Err(e)) = self.engine.take().map(Engine::end) {
+            log::info!("ending: {e}");
+        }
+        self.others.join();
+    }
+}
+
 impl Session<'_> {
+    fn engine(&mut self) -> anyhow::Result<&mut Engine> {
+        self.engine.as_mut().context("the session has ended")
+    }
+
     /// Runs all jobs in one batch; `on_token` sees (job, id) as they come. Answers are in the order of the jobs.
     pub fn generate(&mut self, jobs: &[Job], mut on_token: impl FnMut(usize, u32)) -> anyhow::Result<Vec<Answer>> {
         let mut answers: Vec<_> =
@@ -255,7 +363,7 @@ impl Session<'_> {
         jobs: &[Job],
         mut on_row: impl FnMut(usize, usize, &[f32]) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
-        let vocab = self.engine.config().vocab;
+        let vocab = self.engine()?.config().vocab;
         let mut seen = vec![0; jobs.len()];
         self.drive(jobs, true, |job, event| {
             if let Event::Logits { position, rows, .. } = event {
@@ -282,17 +390,18 @@ impl Session<'_> {
         mut on_event: impl FnMut(usize, Event) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
         let requests: Vec<_> = jobs.iter().map(|job| self.request(job, logits)).collect();
+        let engine = self.engine()?;
         for (job, request) in jobs.iter().zip(&requests) {
-            self.engine.check(request).map_err(|error| error.within(&job.place))?;
+            engine.check(request).map_err(|error| error.within(&job.place))?;
         }
         let mut running: HashMap<SequenceId, usize> = HashMap::new();
         for (index, request) in requests.into_iter().enumerate() {
-            let id = self.engine.submit(request).map_err(|error| error.within(&jobs[index].place))?;
+            let id = engine.submit(request).map_err(|error| error.within(&jobs[index].place))?;
             running.insert(id, index);
         }
-        while !self.engine.is_idle() {
-            let started = self.engine.begin_step()?;
-            let events = if started { self.engine.poll()? } else { self.engine.wait()? };
+        while !engine.is_idle() {
+            let started = engine.begin_step()?;
+            let events = if started { engine.poll()? } else { engine.wait()? };
             for event in events {
                 let (Event::Token { sequence, .. }
                 | Event::Logits { sequence, .. }
@@ -332,7 +441,11 @@ impl Session<'_> {
     /// Device, driver and tier, for the line below an answer.
     pub fn whereabouts(&self) -> String {
         let info = self.gpu.info();
-        format!("device {} · driver {} · tier {}", info.name, crate::devices::driver(info), self.gpu.tier())
+        let ranks = match (self.topology.world(), self.topology.ep()) {
+            (1, _) => String::new(),
+            (tp, ep) => format!(" · {tp} ranks, {ep} expert groups"),
+        };
+        format!("device {} · driver {} · tier {}{ranks}", info.name, crate::devices::driver(info), self.gpu.tier())
     }
 }
 

@@ -8,7 +8,7 @@ use serde::Serialize;
 use wgmoe::adapter::{Adapter, Site};
 use wgmoe::checkpoint::{Checkpoint, MlpKind, ModelConfig};
 use wgmoe::family::class::Group;
-use wgmoe::placement::{PlacementRule, Topology};
+use wgmoe::placement::{ExpertShare, PlacementRule, Topology};
 use wgmoe::plan::read::{Bill, ExpertLayout, ReadPlan, ScalePolicy};
 use wgmoe::plan::resident;
 
@@ -106,7 +106,7 @@ pub struct AdapterReport {
     /// Number of factors at each site.
     pub sites: BTreeMap<String, usize>,
     pub bytes: u64,
-    /// Bytes of the factors that each rank shown holds, at the full expert width.
+    /// Bytes that each rank shown reads of it and holds.
     pub bytes_by_rank: Vec<u64>,
     pub error: Option<String>,
 }
@@ -117,7 +117,7 @@ impl Report {
         let mut problems = Vec::new();
         let ranks =
             input.topologies.iter().map(|t| rank(input, *t, &mut problems)).collect::<anyhow::Result<Vec<_>>>()?;
-        let adapters: Vec<_> = input.loras.iter().map(|dir| adapter(dir, config, &ranks)).collect();
+        let adapters: Vec<_> = input.loras.iter().map(|dir| adapter(dir, config, input)).collect();
         problems.extend(adapters.iter().filter_map(|a| a.error.clone()));
         // A world has at least one rank.
         let topology = input.topologies.first().copied().unwrap_or_default();
@@ -217,40 +217,33 @@ fn rank(input: &Input, topology: Topology, problems: &mut Vec<String>) -> anyhow
     })
 }
 
-fn adapter(dir: &Path, config: &ModelConfig, ranks: &[Rank]) -> AdapterReport {
+fn adapter(dir: &Path, config: &ModelConfig, input: &Input) -> AdapterReport {
     let mut report = AdapterReport {
         dir: dir.display().to_string(),
         ranks: BTreeSet::new(),
         sites: BTreeMap::new(),
         bytes: 0,
-        bytes_by_rank: vec![0; ranks.len()],
+        bytes_by_rank: Vec::new(),
         error: None,
     };
-    let adapter = match Adapter::open(dir, config) {
-        Ok(adapter) => adapter,
-        Err(error) => {
-            report.error = Some(format!("adapter `{}`: {error}", dir.display()));
-            return report;
-        }
-    };
-    // Gate and up may share A: its bytes count once.
-    let mut seen = BTreeSet::new();
+    if let Err(error) = fill(&mut report, dir, config, input) {
+        report.error = Some(format!("adapter `{}`: {error}", dir.display()));
+    }
+    report
+}
+
+fn fill(report: &mut AdapterReport, dir: &Path, config: &ModelConfig, input: &Input) -> wgmoe::Result<()> {
+    let adapter = Adapter::open(dir, config)?;
     for factor in &adapter.factors {
         report.ranks.insert(factor.rank);
         *report.sites.entry(site(factor.site).to_owned()).or_default() += 1;
-        let mut n = factor.b.bytes.len();
-        if seen.insert(std::sync::Arc::as_ptr(&factor.a)) {
-            n += factor.a.bytes.len();
-        }
-        let routed = matches!(factor.site, Site::ExpertGate | Site::ExpertUp | Site::ExpertDown);
-        for (rank, total) in ranks.iter().zip(&mut report.bytes_by_rank) {
-            if !routed || rank.experts.contains(&factor.expert) {
-                *total += n as u64;
-            }
-        }
     }
     report.bytes = adapter.bytes_read;
-    report
+    for topology in input.topologies {
+        let share = ExpertShare::new(input.rule, *topology, config.moe.experts, config.moe.expert_width)?;
+        report.bytes_by_rank.push(Adapter::open_for(dir, config, &share)?.bytes_read);
+    }
+    Ok(())
 }
 
 fn site(site: Site) -> &'static str {
@@ -266,6 +259,12 @@ fn site(site: Site) -> &'static str {
         Site::ExpertGate => "expert gate",
         Site::ExpertUp => "expert up",
         Site::ExpertDown => "expert down",
+        Site::SharedGate => "shared gate",
+        Site::SharedUp => "shared up",
+        Site::SharedDown => "shared down",
+        Site::SharedRouter => "shared router",
+        Site::Embedding => "embedding",
+        Site::LmHead => "lm head",
         _ => "other",
     }
 }

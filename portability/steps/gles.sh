@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# The kernel tests and the demonstration through wgpu's OpenGL ES back end, on llvmpipe. Baseline tier: GL has no
+# subgroups.
+set -euo pipefail
+source portability/lib.sh
+
+packages libegl1 libgl1-mesa-dri libegl-mesa0 libgles2
+mapfile -t tests < <(kernel_tests | tr ' ' '\n')
+# A build of its own, because a feature of wgpu differs; without debug information, which takes most of the disk.
+export CARGO_PROFILE_DEV_DEBUG=0 CARGO_PROFILE_TEST_DEBUG=0 CARGO_INCREMENTAL=0
+log=$WORK/logs/gles-tests.log
+WGPU_BACKEND=gl logged_cargo "$log" test --locked --features gles --target-dir "$WORK/gles" "${tests[@]}" --test demo
+evidence_of_log "$log" gles 'ran on llvmpipe through OpenGL ES'
+shown "$(tests_passed "$log") tests"
+rm -rf "$WORK/gles"

@@ -1,0 +1,166 @@
+//! Several ranks: how many, which device each has, and who they are: threads of this process, or processes of an MPI job.
+
+use std::path::PathBuf;
+use std::thread::JoinHandle;
+
+use anyhow::Context;
+use clap::Args;
+use wgmoe::adapter::Adapter;
+use wgmoe::checkpoint::Checkpoint;
+use wgmoe::engine::Worker;
+use wgmoe::exchange::{Exchange, Local};
+use wgmoe::gpu::{Gpu, GpuInfo, Tier};
+use wgmoe::model::{LoadOptions, Model};
+use wgmoe::placement::{PlacementRule, Topology};
+
+use crate::{Device, usage};
+
+/// How the model is shared out.
+#[derive(Args, Clone)]
+#[command(next_help_heading = "Ranks")]
+pub struct RankOptions {
+    /// Number of ranks [default: --ep]
+    #[arg(long, value_name = "N")]
+    pub tp: Option<usize>,
+    /// Number of expert groups; divides the number of ranks
+    #[arg(long, value_name = "N")]
+    pub ep: Option<usize>,
+    /// How experts are shared out: linear, round-robin, or a JSON file
+    #[arg(long, value_name = "RULE|FILE", default_value = "linear")]
+    pub placement: String,
+}
+
+impl RankOptions {
+    pub fn topology(&self, rank: usize) -> anyhow::Result<Topology> {
+        Topology::new(self.tp, self.ep, rank).map_err(|e| usage(e.to_string()))
+    }
+
+    pub fn rule(&self) -> anyhow::Result<PlacementRule> {
+        Ok(match self.placement.as_str() {
+            "linear" => PlacementRule::Linear,
+            "round-robin" => PlacementRule::RoundRobin,
+            file => PlacementRule::from_json(file.as_ref()).context("--placement")?,
+        })
+    }
+}
+
+/// What every rank loads.
+#[derive(Clone)]
+pub struct Share {
+    pub model: PathBuf,
+    pub loras: Vec<(String, PathBuf)>,
+    pub options: RankOptions,
+}
+
+impl Share {
+    pub fn load_options(&self, rank: usize) -> anyhow::Result<LoadOptions<'static>> {
+        let (topology, placement) = (self.options.topology(rank)?, self.options.rule()?);
+        Ok(LoadOptions { topology, placement, ..LoadOptions::default() })
+    }
+
+    /// Does what a rank other than 0 does, until rank 0 ends. All ranks hear of an error.
+    pub fn follow(&self, gpu: &Gpu, mut line: Box<dyn Exchange>) -> anyhow::Result<()> {
+        let rank = line.rank();
+        let (model, adapters) = match self.load(gpu, rank) {
+            Ok(loaded) => loaded,
+            Err(e) => {
+                line.fail(&format!("{e:#}"));
+                return Err(e);
+            }
+        };
+        let mut worker = Worker::new(gpu, model, line)?;
+        for (name, adapter) in &adapters {
+            worker.load_adapter(name, adapter)?;
+        }
+        Ok(worker.run()?)
+    }
+
+    fn load(&self, gpu: &Gpu, rank: usize) -> anyhow::Result<(Model, Vec<(String, Adapter)>)> {
+        let checkpoint = Checkpoint::open(&self.model)?;
+        let (model, _) = Model::load(gpu, &checkpoint, &self.load_options(rank)?, &mut |_, _| {})?;
+        let open = |(name, dir): &(String, PathBuf)| {
+            let adapter = Adapter::open_for(dir, checkpoint.config(), model.share());
+            let adapter = adapter.with_context(|| format!("adapter `{name}`"))?;
+            anyhow::Ok((name.clone(), adapter))
+        };
+        let adapters = self.loras.iter().map(open).collect::<Result<_, _>>()?;
+        Ok((model, adapters))
+    }
+}
+
+/// The ranks beside this one.
+pub enum World {
+    /// None.
+    Alone,
+    /// Threads, to be started.
+    Threads,
+    /// Processes of the MPI job; this one is rank 0.
+    #[cfg(feature = "mpi")]
+    Processes(Box<dyn Exchange>),
+}
+
+impl World {
+    /// Number of processes of the job.
+    pub fn processes(&self) -> Option<usize> {
+        match self {
+            Self::Alone | Self::Threads => None,
+            #[cfg(feature = "mpi")]
+            Self::Processes(line) => Some(line.ranks()),
+        }
+    }
+}
+
+/// The other ranks, running.
+#[derive(Default)]
+pub struct Others {
+    threads: Vec<JoinHandle<anyhow::Result<()>>>,
+}
+
+impl Others {
+    /// Starts the other ranks as threads, each on a device of its own opening, and returns the line to them.
+    ///
+    /// Devices are opened one after the other: a driver may not like to be asked by many threads at once.
+    pub fn start(share: &Share, device: &Device, tier: Option<Tier>) -> anyhow::Result<(Self, Box<dyn Exchange>)> {
+        let world = share.options.topology(0)?.world();
+        share.options.rule()?;
+        let places = places(device);
+        let mut lines = Local::lines(world).into_iter();
+        let own = lines.next().context("a world has a first rank")?;
+        let opened = lines
+            .map(|line| Ok((device.open_at(places[line.rank() % places.len()], tier)?, line)))
+            .collect::<anyhow::Result<Vec<_>>>()?;
+        let start = |(gpu, line): (Gpu, Local)| {
+            let share = share.clone();
+            std::thread::Builder::new()
+                .name(format!("rank {}", line.rank()))
+                .spawn(move || share.follow(&gpu, Box::new(line)))
+                .context("starting a rank")
+        };
+        let threads = opened.into_iter().map(start).collect::<Result<_, _>>()?;
+        Ok((Self { threads }, Box::new(own)))
+    }
+
+    /// Waits until all have ended. What went wrong on another rank has reached rank 0 by the line.
+    pub fn join(&mut self) {
+        for thread in self.threads.drain(..) {
+            match thread.join() {
+                Ok(Ok(())) => {}
+                Ok(Err(e)) => log::info!("another rank ended: {e:#}"),
+                Err(_) => log::error!("another rank panicked"),
+            }
+        }
+    }
+}
+
+/// The devices that ranks take in turn: the one asked for, else every device of the kind of the first.
+pub fn places(device: &Device) -> Vec<Option<usize>> {
+    if device.device.is_some() {
+        return vec![None];
+    }
+    let all = Gpu::list();
+    let kind = |info: &GpuInfo| (info.name.clone(), info.driver.clone());
+    match all.first() {
+        Some(first) => all.iter().filter(|info| kind(info) == kind(first)).map(|info| Some(info.index)).collect(),
+        None => vec![None],
+    }
+}

@@ -1,0 +1,242 @@
+//! A matrix within stored bytes: any rows and columns of a tensor, in either orientation, every second row where gate and
+//! up alternate. Only its own elements are read.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::safetensors::TensorView;
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
+
+/// Runs of at least this many bytes are read by position: a system call is cheaper than the page faults it saves.
+const LONG_RUN: usize = 32 << 10;
+
+/// Where the bytes are.
+#[derive(Debug, Clone)]
+enum Bytes<'a> {
+    Tensor(TensorView<'a>),
+    Borrowed(&'a [u8]),
+    Owned(Arc<[u8]>),
+}
+
+impl Bytes<'_> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Tensor(view) => view.n_bytes(),
+            Self::Borrowed(bytes) => bytes.len(),
+            Self::Owned(bytes) => bytes.len(),
+        }
+    }
+
+    fn get(&self, range: Range<usize>) -> Result<&[u8]> {
+        match self {
+            Self::Tensor(view) => view.bytes(range),
+            Self::Borrowed(bytes) => Ok(&bytes[range]),
+            Self::Owned(bytes) => Ok(&bytes[range]),
+        }
+    }
+
+    fn read(&self, begin: usize, to: &mut [u8]) -> Result<()> {
+        match self {
+            Self::Tensor(view) if to.len() >= LONG_RUN => view.read(begin, to),
+            _ => {
+                to.copy_from_slice(self.get(begin..begin + to.len())?);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// A matrix `[rows, cols]` (outputs, inputs) within stored bytes.
+#[derive(Debug, Clone)]
+pub struct Block<'a> {
+    bytes: Bytes<'a>,
+    dtype: DType,
+    rows: usize,
+    cols: usize,
+    /// First byte, and bytes from one row and one column to the next.
+    begin: usize,
+    row_stride: usize,
+    col_stride: usize,
+    /// Rows that the block takes where it is put; those past `rows` are zero.
+    height: usize,
+}
+
+/// Where the elements of a [`Block`] are, counted in elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Strides {
+    /// The first element.
+    pub begin: usize,
+    /// From one row to the next.
+    pub row: usize,
+    /// From one column to the next.
+    pub col: usize,
+}
+
+impl<'a> Block<'a> {
+    /// All of a row-major matrix in memory.
+    ///
+    /// Errors: `Tensor` when `bytes` is not `rows · cols` elements.
+    pub fn borrowed(dtype: DType, [rows, cols]: [usize; 2], bytes: &'a [u8]) -> Result<Self> {
+        Self::new(Bytes::Borrowed(bytes), dtype, [rows, cols], Strides { begin: 0, row: cols, col: 1 }).and_then(|b| {
+            let expected = rows * cols * dtype.size();
+            if bytes.len() != expected {
+                let message = format!("a matrix of [{rows}, {cols}]: expected {expected} bytes, got {}", bytes.len());
+                return Err(Error::new(ErrorKind::Tensor, message));
+            }
+            Ok(b)
+        })
+    }
+
+    /// A row of values.
+    pub(crate) fn row(values: &[f32]) -> Self {
+        let bytes = Bytes::Owned(bytemuck::cast_slice(values).into());
+        let (cols, row_stride) = (values.len(), size_of_val(values));
+        Self { bytes, dtype: DType::F32, rows: 1, cols, begin: 0, row_stride, col_stride: 4, height: 1 }
+    }
+
+    /// The elements of `view` that `strides` names.
+    ///
+    /// Errors: `Tensor` when one of them lies outside the tensor.
+    pub(crate) fn of(view: TensorView<'a>, shape: [usize; 2], strides: Strides) -> Result<Self> {
+        Self::new(Bytes::Tensor(view), view.dtype, shape, strides)
+    }
+
+    fn new(bytes: Bytes<'a>, dtype: DType, [rows, cols]: [usize; 2], strides: Strides) -> Result<Self> {
+        let size = dtype.size();
+        let end = |n: usize, stride: usize| n.saturating_sub(1).checked_mul(stride);
+        let last = end(rows, strides.row)
+            .zip(end(cols, strides.col))
+            .and_then(|(r, c)| r.checked_add(c)?.checked_add(strides.begin)?.checked_add(1)?.checked_mul(size));
+        if rows * cols > 0 && last.is_none_or(|last| last > bytes.len()) {
+            let message = format!("a block of [{rows}, {cols}] at {strides:?} leaves its {} bytes", bytes.len());
+            return Err(Error::new(ErrorKind::Tensor, message));
+        }
+        let Strides { begin, row, col } = strides;
+        let (begin, row_stride, col_stride) = (begin * size, row * size, col * size);
+        Ok(Self { bytes, dtype, rows, cols, begin, row_stride, col_stride, height: rows })
+    }
+
+    /// The same with zero rows below, `height` rows in all.
+    pub(crate) fn padded_to(self, height: usize) -> Self {
+        Self { height: height.max(self.rows), ..self }
+    }
+
+    /// Storage type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Rows that hold elements.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Columns.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Rows with those of zeros.
+    pub fn height(&self) -> usize {
+        self.height
+    }
+
+    /// Bytes of its elements.
+    pub fn n_bytes(&self) -> usize {
+        self.rows * self.cols * self.dtype.size()
+    }
+
+    /// Its elements, row by row, without padding.
+    ///
+    /// Errors: `Io` when the file cannot be read.
+    pub fn to_vec(&self) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; self.n_bytes()];
+        self.read(0..self.rows, &mut bytes, self.cols * self.dtype.size())?;
+        Ok(bytes)
+    }
+
+    /// Writes the rows `rows` to `to`, one every `stride` bytes; the bytes between rows are left alone. Returns the bytes
+    /// read from a file.
+    ///
+    /// Errors: `Io` when the file cannot be read.
+    pub(crate) fn read(&self, rows: Range<usize>, to: &mut [u8], stride: usize) -> Result<u64> {
+        let size = self.dtype.size();
+        let row_bytes = self.cols * size;
+        let n_bytes = rows.len() * row_bytes;
+        if n_bytes == 0 {
+            return Ok(0);
+        }
+        let begin = self.begin + rows.start * self.row_stride;
+        if self.col_stride == size && self.row_stride == row_bytes && stride == row_bytes {
+            self.bytes.read(begin, &mut to[..n_bytes])?;
+        } else if self.col_stride == size {
+            for (i, row) in rows.enumerate() {
+                self.bytes.read(self.begin + row * self.row_stride, &mut to[i * stride..i * stride + row_bytes])?;
+            }
+        } else {
+            // Stored the other way round: a stored row is a column here.
+            for col in 0..self.cols {
+                let from = begin + col * self.col_stride;
+                if self.row_stride == size {
+                    let run = self.bytes.get(from..from + rows.len() * size)?;
+                    for (i, element) in run.chunks_exact(size).enumerate() {
+                        to[i * stride + col * size..][..size].copy_from_slice(element);
+                    }
+                } else {
+                    for i in 0..rows.len() {
+                        let at = from + i * self.row_stride;
+                        to[i * stride + col * size..][..size].copy_from_slice(self.bytes.get(at..at + size)?);
+                    }
+                }
+            }
+        }
+        Ok(if matches!(self.bytes, Bytes::Tensor(_)) { n_bytes as u64 } else { 0 })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Elements 0.. of a stored tensor.
+    fn stored(n: u16) -> Vec<u8> {
+        (0..n).flat_map(u16::to_le_bytes).collect()
+    }
+
+    fn rows(block: &Block<'_>, range: Range<usize>, stride: usize) -> Vec<u16> {
+        let mut to = vec![0xff; (range.len() * stride).max(1)];
+        block.read(range, &mut to, stride).unwrap();
+        to.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]])).collect()
+    }
+
+    #[test]
+    fn rows_and_columns_are_found_in_every_layout() {
+        let bytes = stored(24);
+        let block = |shape, begin, row, col| {
+            let strides = Strides { begin, row, col };
+            Block::new(Bytes::Borrowed(&bytes), DType::Bf16, shape, strides).unwrap()
+        };
+        // Rows 1 and 2 of [4, 6], whole, then columns 2..4 with a wider row below.
+        assert_eq!(rows(&block([2, 6], 6, 6, 1), 0..2, 12), (6..18).collect::<Vec<_>>());
+        assert_eq!(rows(&block([2, 2], 8, 6, 1), 0..2, 6), [8, 9, 0xffff, 14, 15, 0xffff]);
+        // Every second row (gate and up alternate), the last one alone.
+        assert_eq!(rows(&block([2, 6], 6, 12, 1), 1..2, 12), (18..24).collect::<Vec<_>>());
+        // Stored [in, out] = [4, 6]: rows 1..3 of the turned matrix, then every second row from 1.
+        assert_eq!(rows(&block([2, 4], 1, 1, 6), 0..2, 8), [1, 7, 13, 19, 2, 8, 14, 20]);
+        assert_eq!(rows(&block([3, 4], 1, 2, 6), 1..3, 8), [3, 9, 15, 21, 5, 11, 17, 23]);
+        assert_eq!(rows(&block([0, 4], 1, 2, 6), 0..0, 8), [0u16; 0]);
+    }
+
+    #[test]
+    fn a_block_outside_its_bytes_is_refused() {
+        let bytes = stored(24);
+        let cases = [([4, 6], 1, 6, 1), ([5, 6], 0, 6, 1), ([2, 2], 0, usize::MAX, 1), ([1, 2], 0, 1, usize::MAX)];
+        for (shape, begin, row, col) in cases {
+            let strides = Strides { begin, row, col };
+            let got = Block::new(Bytes::Borrowed(&bytes), DType::Bf16, shape, strides);
+            assert_eq!(got.unwrap_err().kind(), ErrorKind::Tensor, "{shape:?} {strides:?}");
+        }
+        assert!(Block::borrowed(DType::Bf16, [4, 5], &bytes).is_err());
+    }
+}

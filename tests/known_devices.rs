@@ -1,0 +1,204 @@
+//! What is decided for devices that are not at hand: their limits, features and subgroup sizes are written down here, and
+//! wgpu's `noop` back end poses as each of them. It checks commands against the limits and computes nothing.
+
+mod common;
+#[path = "common/gpu_run.rs"]
+mod gpu_run;
+#[path = "common/moe.rs"]
+mod moe;
+
+use common::Rng;
+use moe::{Batch, OnDevice, SHAPE, Twin, adapter, pin, poisoned};
+use wgmoe::adapter::Site;
+use wgmoe::dtype::DType;
+use wgmoe::kernels::expert_gemm::{self, EXPERT_GEMM};
+use wgmoe::kernels::expert_gemm_matrix::{self, EXPERT_GEMM_MATRIX};
+use wgmoe::kernels::linker::label;
+use wgmoe::placement::Placement;
+use wgmoe::plan::capabilities::Capabilities;
+use wgmoe::plan::matrix::{self, TILES};
+use wgmoe::plan::pieces::cut;
+use wgmoe::{Gpu, GpuInfo, Tier};
+use wgpu::{CooperativeMatrixProperties, CooperativeScalarType, DeviceType, Features, Limits};
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+/// The most that wgpu offers for a storage binding on Vulkan, and for a buffer on Mesa's drivers and DX12.
+const VULKAN_BINDING: u64 = (1 << 31) - 4;
+const I32_MAX: u64 = (1 << 31) - 1;
+
+/// A device, as wgpu 30 describes it under a driver of 2026. Shapes of matrices are those that WGSL can name: squares.
+struct Known {
+    name: &'static str,
+    kind: DeviceType,
+    subgroups: Option<(u32, u32)>,
+    f16: bool,
+    matrices: &'static str,
+    max_binding: u64,
+    max_buffer: u64,
+    workgroup_bytes: u32,
+}
+
+#[rustfmt::skip]
+const DEVICES: [Known; 12] = {
+    use DeviceType::{Cpu, DiscreteGpu, IntegratedGpu};
+    const fn known(
+        name: &'static str,
+        kind: DeviceType,
+        subgroups: Option<(u32, u32)>,
+        f16: bool,
+        matrices: &'static str,
+        [max_binding, max_buffer]: [u64; 2],
+        workgroup_kib: u32,
+    ) -> Known {
+        Known { name, kind, subgroups, f16, matrices, max_binding, max_buffer, workgroup_bytes: workgroup_kib << 10 }
+    }
+    [
+        known("Apple M2, Metal", IntegratedGpu, Some((4, 64)), true, "8x8x8", [9 * GIB, 9 * GIB], 32),
+        // Its matrices are 8 x 16 x 16, which WGSL cannot name.
+        known("Arc A770, Vulkan", DiscreteGpu, Some((8, 32)), true, "none", [VULKAN_BINDING, I32_MAX], 32),
+        known("GTX 1060, Vulkan", DiscreteGpu, Some((32, 32)), false, "none", [VULKAN_BINDING, 1 << 52], 48),
+        known("GTX 1060, DX12, DXC", DiscreteGpu, Some((32, 32)), false, "none", [I32_MAX, I32_MAX], 32),
+        // Without DXC there are no wave operations.
+        known("GTX 1060, DX12, FXC", DiscreteGpu, None, false, "none", [I32_MAX, I32_MAX], 32),
+        known("RX 7900 XTX, Vulkan", DiscreteGpu, Some((32, 64)), true, "16x16x16", [VULKAN_BINDING, I32_MAX], 64),
+        known("RX 7900 XTX, DX12", DiscreteGpu, Some((32, 64)), true, "none", [I32_MAX, I32_MAX], 32),
+        known("H200, Vulkan", DiscreteGpu, Some((32, 32)), true, "16x16x16", [VULKAN_BINDING, 1 << 52], 48),
+        known("llvmpipe, Vulkan", Cpu, Some((8, 8)), true, "none", [128 * MIB, I32_MAX], 32),
+        known("SwiftShader, Vulkan", Cpu, Some((4, 4)), false, "none", [GIB, GIB], 32),
+        known("WARP, DX12", Cpu, Some((4, 128)), true, "none", [I32_MAX, I32_MAX], 32),
+        known("WebGPU's defaults", DiscreteGpu, None, false, "none", [128 * MIB, 256 * MIB], 16),
+    ]
+};
+
+/// Device, matrices that it offers, tier, lanes of a row and whether they are one subgroup, bindings of a stack of eight
+/// matrices of 224 MiB (gate and up of Mixtral in bf16), and the products of one pair, of tiles of four and of tiles of
+/// eight: rows, tile, columns a lane, lanes, lanes along the depth, lanes that carry x. On the matrix tier also its tiles:
+/// rows, pairs, columns, depth, steps ahead, rows and columns of a subgroup, columns of its strip, lanes of a subgroup.
+const DECIDED: &str = "\
+Apple M2, Metal      8x8x8     subgroup  64       1  pairs 1 1 64 0 4 | tiles 4 2 64 0 4 | tiles 8 2 64 0 4
+Arc A770, Vulkan     none      subgroup  64       1  pairs 1 1 64 0 4 | tiles 4 2 64 0 4 | tiles 8 2 64 0 4
+GTX 1060, Vulkan     none      subgroup  32 one   1  pairs 1 4 128 32 8 | tiles 4 4 128 32 8 | tiles 8 2 64 0 8
+GTX 1060, DX12, DXC  none      subgroup  32 one   1  pairs 1 4 128 32 8 | tiles 4 4 128 32 8 | tiles 8 2 64 0 8
+GTX 1060, DX12, FXC  none      baseline  64       1  pairs 1 1 64 0 0 | tiles 4 2 64 0 0 | tiles 8 2 64 0 0
+RX 7900 XTX, Vulkan  16x16x16  subgroup  64       1  pairs 1 1 64 0 4 | tiles 4 2 64 0 4 | tiles 8 2 64 0 4
+RX 7900 XTX, DX12    none      subgroup  64       1  pairs 1 1 64 0 4 | tiles 4 2 64 0 4 | tiles 8 2 64 0 4
+H200, Vulkan         16x16x16  matrix    32 one   1  pairs 1 4 128 32 8 | tiles 4 4 128 32 8 | tiles 8 2 64 0 8 \
+| tiles 16 32 64 4 16 16 16 32 | tiles 32 64 32 8 16 32 32 32 | tiles 64 128 32 4 32 32 32 32 | tiles 128 128 32 4 64 32 16 32
+llvmpipe, Vulkan     none      subgroup  8 one   16  pairs 1 1 16 0 8 | tiles 4 2 16 0 8 | tiles 8 2 16 0 8
+SwiftShader, Vulkan  none      subgroup  4 one    2  pairs 1 1 16 0 4 | tiles 4 2 16 0 4 | tiles 8 2 16 0 4
+WARP, DX12           none      subgroup  64       1  pairs 1 1 16 0 4 | tiles 4 2 16 0 4 | tiles 8 2 16 0 4
+WebGPU's defaults    none      baseline  64      16  pairs 1 1 64 0 0 | tiles 4 2 64 0 0 | tiles 8 2 64 0 0
+";
+
+/// The matrices of a device, f16 with sums of f32, as wgpu lists them.
+fn listed(known: &Known) -> Vec<CooperativeMatrixProperties> {
+    let size = match known.matrices {
+        "none" => return Vec::new(),
+        "8x8x8" => 8,
+        "16x16x16" => 16,
+        other => panic!("{other}"),
+    };
+    let (ab_type, cr_type) = (CooperativeScalarType::F16, CooperativeScalarType::F32);
+    let one = CooperativeMatrixProperties {
+        m_size: size,
+        n_size: size,
+        k_size: size,
+        ab_type,
+        cr_type,
+        saturating_accumulation: false,
+    };
+    vec![one]
+}
+
+fn open(known: &Known) -> Gpu {
+    let mut features = Features::empty();
+    features.set(Features::SUBGROUP, known.subgroups.is_some());
+    features.set(Features::SHADER_F16, known.f16);
+    features.set(Features::EXPERIMENTAL_COOPERATIVE_MATRIX, known.matrices != "none");
+    let limits = Limits {
+        max_storage_buffer_binding_size: known.max_binding,
+        max_buffer_size: known.max_buffer,
+        max_compute_workgroup_storage_size: known.workgroup_bytes,
+        ..Limits::defaults()
+    };
+    let mut desc = wgpu::InstanceDescriptor::new_without_display_handle();
+    desc.backends = wgpu::Backends::NOOP;
+    desc.backend_options.noop = wgpu::NoopBackendOptions {
+        enable: true,
+        limits: Some(limits),
+        features: Some(features),
+        device_type: Some(known.kind),
+        subgroup_min_size: known.subgroups.map(|s| s.0),
+        subgroup_max_size: known.subgroups.map(|s| s.1),
+    };
+    let adapters = pollster::block_on(wgpu::Instance::new(desc).enumerate_adapters(wgpu::Backends::NOOP));
+    let (mut required_features, required_limits, mut experimental_features) = Gpu::wanted(&adapters[0]);
+    // `noop` lists no matrices, so the plan is asked with those written down.
+    let (listed, offered) = (listed(known), adapters[0].limits());
+    let matrix = matrix::offered(&adapters[0].get_info(), &adapters[0].features(), &offered, &listed);
+    if matrix {
+        required_features |= Features::EXPERIMENTAL_COOPERATIVE_MATRIX;
+        // SAFETY: nothing runs on this device.
+        experimental_features = unsafe { wgpu::ExperimentalFeatures::enabled() };
+    }
+    let desc =
+        wgpu::DeviceDescriptor { required_features, required_limits, experimental_features, ..Default::default() };
+    let (device, queue) = pollster::block_on(adapters[0].request_device(&desc)).unwrap();
+    let gpu = Gpu::from_wgpu(&adapters[0], device, queue, None).unwrap();
+    // wgpu 30 calls every `noop` device software, whatever `device_type` says.
+    let info = GpuInfo { name: known.name.to_owned(), software: known.kind == DeviceType::Cpu, ..gpu.info().clone() };
+    let tier = if matrix { Tier::Matrix } else { gpu.tier() };
+    let caps = Capabilities::new(&info, &gpu.device().limits(), wgpu::DownlevelFlags::compliant(), tier).unwrap();
+    assert_eq!(caps.matrix, matrix, "{}", known.name);
+    gpu.with_capabilities(caps)
+}
+
+fn decided(known: &Known) -> String {
+    let gpu = open(known);
+    let caps = gpu.capabilities();
+    // Whatever a device would bind: indices and byte offsets stay within 32 bits, and signed ones too.
+    assert!(caps.max_binding_bytes < 1 << 31, "{}", known.name);
+    let rows = format!("{}{}", caps.row_lanes, if caps.one_subgroup { " one" } else { "" });
+    // Mixtral 8x7B: [8, 2 · 14336, 4096] in bf16.
+    let pieces = cut(8, 28_672, 8192, caps.max_binding_bytes).unwrap().len();
+    let products = [("pairs", 1), ("tiles", 4), ("tiles", 8)].map(|(select, tile)| {
+        let label = label(&EXPERT_GEMM, &expert_gemm::vars(caps, DType::Bf16, select, tile));
+        label.trim_start_matches("expert_gemm[bf16 ").trim_end_matches(']').to_owned()
+    });
+    let tier = caps.tier.to_string();
+    let mut products = products.to_vec();
+    for tile in TILES.into_iter().filter(|_| caps.matrix) {
+        let vars = expert_gemm_matrix::vars(caps, DType::Bf16, "tiles", tile, [false, false]);
+        let label = label(&EXPERT_GEMM_MATRIX, &vars);
+        products.push(
+            label.trim_start_matches("expert_gemm_matrix[bf16 ").trim_end_matches(" no-scaled no-ragged]").to_owned(),
+        );
+    }
+    let cells = format!("{:<20} {:<9} {tier:<9} {rows:<7} {pieces:>2}", known.name, known.matrices);
+    format!("{cells}  {}\n", products.join(" | "))
+}
+
+#[test]
+fn every_known_device_gets_the_variants_written_down_for_it() {
+    let got: String = DEVICES.iter().map(decided).collect();
+    assert_eq!(got, DECIDED, "\n{got}");
+}
+
+#[test]
+fn a_layer_with_adapters_is_recorded_within_the_limits_of_every_known_device() {
+    for known in &DEVICES {
+        let gpu = open(known);
+        let twin = Twin::new(&gpu, DType::Bf16, Placement::linear(8, 1, 0).unwrap());
+        let mut pool = twin.pool(&gpu, 2);
+        pin(&mut pool, 0, &adapter(1, 9, DType::F16, &[Site::ExpertGate, Site::ExpertDown], false));
+        for tokens in [1, 11, 40] {
+            let x = Rng::new(7).floats(tokens * SHAPE.hidden);
+            let mapping = (0..tokens as i32).map(|t| t % 2 - 1).collect();
+            let batch = OnDevice::new(&gpu, &Batch { x, mapping, residual: None });
+            // wgpu checks pipelines, bindings and dispatches; `run_in` fails on what it finds.
+            gpu_run::run_in(&mut poisoned(&gpu), |rec, pass| batch.record(rec, pass, &twin.device, Some(&pool)));
+        }
+        assert!(gpu.tier() == Tier::Baseline || known.subgroups.is_some());
+    }
+}
