@@ -9,13 +9,15 @@ export NODEVICE_SELECT := 1
 with = if cargo $(1) --version >/dev/null 2>&1 || [ -n "$$CI" ]; then echo '$(2)'; $(2); \
 	else echo 'skipped: cargo $(1) is not installed'; fi
 
-.PHONY: help demo demo-full test test-mpi test-portability web check release devices bench
+# The feature, where Open MPI is there or can be installed. Asked once, by the targets that need it.
+MPI = $(eval MPI := $$(shell sh scripts/setup-mpi.sh >&2 && echo --features mpi))$(MPI)
+
+.PHONY: help demo demo-full test test-portability web check release devices bench
 
 help:
 	@echo 'make demo       six prompts, base and four adapters, thirty sequences in one batch'
 	@echo 'make demo-full  the same on every tier, all 640 answers, and 25 perplexities against the references'
 	@echo 'make test       formatting, lints, tests, doc tests, documentation, build without the command line'
-	@echo 'make test-mpi   the tests of ranks as processes; a part of make test'
 	@echo 'make test-portability   what this Linux machine can show about other systems; writes docs/PORTABILITY.md'
 	@echo 'make web        serves a page that runs a layer in your browser, through WebGPU'
 	@echo 'make check      the part of make test that needs no GPU and runs nothing'
@@ -38,13 +40,9 @@ release:
 
 # The tests' own build of the program, so that the dependencies are not compiled once more in another profile.
 devices:
-	cargo test --locked --no-run
+	cargo test --locked $(MPI) --no-run
 	@sh scripts/setup-vulkan.sh $(TARGET)/debug/wgmoe
 	@$(TARGET)/debug/wgmoe devices
-
-# Ranks as processes. Without MPI it is said, not failed; continuous integration (CI=true) needs it.
-test-mpi:
-	@if sh scripts/setup-mpi.sh; then cargo test --locked --features mpi --test mpi; else [ -z "$$CI" ]; fi
 
 # Minutes, and packages from Debian, npm and PyPI. Needs what is in portability/ and nothing of `make test`.
 test-portability:
@@ -56,11 +54,12 @@ web:
 
 check:
 	@$(call with,fmt,cargo fmt --check)
-	@$(call with,clippy,cargo clippy --locked --all-targets -- -D warnings)
+	@$(call with,clippy,cargo clippy --locked --all-targets $(MPI) -- -D warnings)
 	cargo check --locked --no-default-features
 
+# Ranks as processes are tested where there is MPI, or where it can be installed; continuous integration needs it.
 test: devices check
-	cargo test --locked --lib --bins --tests
-	cargo test --locked --doc
-	@$(MAKE) --no-print-directory test-mpi
+	@[ -n '$(MPI)' ] || [ -z "$$CI" ]
+	cargo test --locked $(MPI) --lib --bins --tests
+	cargo test --locked $(MPI) --doc
 	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps

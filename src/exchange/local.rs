@@ -68,13 +68,15 @@ impl Exchange for Local {
         }
         self.shared.changed.notify_all();
         loop {
-            if let Some((rank, message)) = &state.failure {
-                return Err(Error::new(ErrorKind::Rank, format!("rank {rank}: {message}")));
-            }
+            // What has come counts even where a rank failed after it: all ranks then draw the same conclusion from it.
             let inbox = &mut state.mail[self.rank];
             if inbox.iter().all(|from| !from.is_empty()) {
                 return Ok(inbox.iter_mut().filter_map(VecDeque::pop_front).collect());
             }
+            if let Some((rank, message)) = &state.failure {
+                return Err(Error::new(ErrorKind::Rank, format!("rank {rank}: {message}")));
+            }
+            let inbox = &state.mail[self.rank];
             let missing = inbox.iter().position(VecDeque::is_empty);
             if let Some(rank) = missing.filter(|from| state.done[*from]) {
                 return Err(Error::new(ErrorKind::Rank, format!("rank {rank} has ended")));
