@@ -17,11 +17,14 @@ use files::{TINY, Table, Tensor, data, encode, folder, read};
 use gpu_run::{Output, run, upload};
 use serde_json::json;
 use tempfile::TempDir;
+use wgmoe::checkpoint::Block;
+use wgmoe::dtype::DType;
 use wgmoe::layer::MoeTensors;
 use wgmoe::placement::{PlacementRule, Topology};
+use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::read::{ExpertLayout, ReadPlan, ScalePolicy};
 use wgmoe::plan::resident::{self, Stack};
-use wgmoe::upload::StreamOptions;
+use wgmoe::upload::{StreamOptions, Uploader};
 use wgmoe::{Checkpoint, ErrorKind, Gpu, LoadOptions, Model};
 
 const TOKENS: usize = 5;
@@ -186,4 +189,41 @@ fn a_file_that_shrank_is_an_error() {
     let error = Model::load(&gpu, &checkpoint, &LoadOptions::default(), &mut |_, _| {}).unwrap_err();
     let text = error.to_string();
     assert!(error.kind() == ErrorKind::Io && text.contains("model.safetensors") && text.contains(&big.name), "{text}");
+}
+
+#[test]
+fn weights_are_measured_for_the_matrix_tier_wherever_they_are_cut() {
+    let Some(gpu) = device::every_tier().into_iter().next() else { return };
+    let own = gpu.capabilities().clone();
+    // Matrices of 2 MiB in two blocks, the lower one narrower: chunks and bindings end within them.
+    let [rows, cols, narrow] = [1024, 1024, 1000];
+    let mut values = Rng::new(8).floats(3 * rows * cols);
+    let mut measured = |at: usize, value: f32, binding: u64, matrix: bool| {
+        let before = std::mem::replace(&mut values[at], value);
+        let bytes = DType::Bf16.encode(&values);
+        values[at] = before;
+        let limit = own.max_binding_bytes.min(binding);
+        let gpu = gpu.with_capabilities(Capabilities { matrix, max_binding_bytes: limit, ..own.clone() });
+        let mut uploader = Uploader::new(&gpu);
+        let blocks = |m: usize| {
+            let upper = &bytes[m * rows * cols * 2..][..rows * cols];
+            let lower = &bytes[(2 * m + 1) * rows * cols..][..rows / 2 * narrow * 2];
+            let block = |cols, bytes| Block::borrowed(DType::Bf16, [rows / 2, cols], bytes);
+            Ok(vec![block(cols, upper)?, block(narrow, lower)?])
+        };
+        let weights = uploader.stack("measured", 3, [rows, cols], &blocks).unwrap();
+        assert_eq!(weights.exponent.get(), None, "nothing has been read");
+        uploader.run_into(&StreamOptions::default(), &mut |_, _| {}, &mut |_, _, _| Ok(())).unwrap();
+        weights.exponent.get()
+    };
+    // The last value of each half of each matrix.
+    let ends = (0..3).flat_map(|m| [rows / 2 * cols, rows / 2 * (cols + narrow)].map(|end| m * rows * cols + end - 1));
+    for at in ends {
+        for binding in [u64::MAX, 1 << 20, 5 << 18] {
+            assert_eq!(measured(at, 0.5, binding, true), Some(0), "{at} {binding}");
+            assert_eq!(measured(at, -100_000.0, binding, true), Some(-2), "{at} {binding}");
+            assert_eq!(measured(at, f32::NAN, binding, true), None, "{at} {binding}");
+        }
+    }
+    assert_eq!(measured(0, 0.5, u64::MAX, false), None, "without the tier");
 }
