@@ -12,10 +12,11 @@ use wgmoe::engine::{FinishReason, Sampling};
 use wgmoe::gpu::Tier;
 use wgmoe::text::Message;
 
+use crate::files::{Files, ModelFiles};
 use crate::perplexity::{self, Measured};
 use crate::ranks::{RankOptions, World};
 use crate::requests::{Prompt, read_lines};
-use crate::session::{Answer, Files, Job, ModelFiles, Session, generate_with_bar, speed};
+use crate::session::{Answer, Job, Session, generate_with_bar, speed};
 use crate::table::{bytes, cell, table};
 use crate::{Device, Format};
 

@@ -1,7 +1,8 @@
-//! The command line: one file a command, and four small ones that commands share.
+//! The command line: one file a command, and those that commands share.
 
 mod demo;
 mod devices;
+mod files;
 mod inspect;
 mod logits;
 mod perplexity;

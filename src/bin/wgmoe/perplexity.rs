@@ -8,8 +8,9 @@ use clap::{ArgGroup, Args};
 use safetensors::{Dtype, SafeTensors};
 use serde::Serialize;
 
+use crate::files::{Files, ModelFiles};
 use crate::requests::Prompt;
-use crate::session::{Files, Job, ModelFiles, Session, bar, stem};
+use crate::session::{Job, Session, bar, stem};
 use crate::table::table;
 use crate::{Device, Format, logits, usage};
 

@@ -9,8 +9,9 @@ use serde_json::json;
 use wgmoe::engine::Sampling;
 use wgmoe::text::Message;
 
+use crate::files::{Files, ModelFiles};
 use crate::requests::{Placed, Prompt, PromptLine, read_lines};
-use crate::session::{Answer, Files, Job, ModelFiles, Session, generate_with_bar, speed};
+use crate::session::{Answer, Job, Session, generate_with_bar, speed};
 use crate::table::{cell, table};
 use crate::{Device, Format, usage};
 

@@ -6,8 +6,9 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
+use crate::files::ModelFiles;
 use crate::requests::{ScoreLine, read_lines};
-use crate::session::{Job, ModelFiles, bar};
+use crate::session::{Job, bar};
 use crate::{Device, logits, usage};
 
 /// Give the log-probability of every token of given texts, and the best alternatives
