@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::{Rng, TOL_F32, rel_err};
 use files::zip::torch_save;
-use files::{TINY, Table, Tensor, data, encode, folder, read};
+use files::{TINY, Table, Tensor, data, encode, folder, json_file, patched, read};
 use gpu_run::{Output, run, upload};
 use serde_json::json;
 use tempfile::TempDir;
@@ -140,6 +140,53 @@ fn every_rank_reads_its_share_and_the_ranks_add_up() {
         }
     }
     table.finish();
+}
+
+/// The tiny model with experts of `width` columns, or of all 40 with zeros past `width`.
+fn narrow(width: usize, cut: bool) -> TempDir {
+    let mut tensors = read(&data(TINY).join("model.safetensors"));
+    for tensor in tensors.iter_mut().filter(|t| t.name.contains(".experts.")) {
+        let down = tensor.name.contains("down_proj");
+        let [rows, cols] = tensor.shape[..] else { unreachable!() };
+        let row_bytes = cols * 2;
+        let mut bytes = Vec::new();
+        for row in 0..rows {
+            let stored = &tensor.bytes[row * row_bytes..(row + 1) * row_bytes];
+            let kept = if down {
+                width * 2
+            } else if row < width {
+                row_bytes
+            } else {
+                0
+            };
+            bytes.extend_from_slice(&stored[..kept]);
+            if !cut {
+                bytes.resize((row + 1) * row_bytes, 0);
+            }
+        }
+        tensor.bytes = bytes;
+        if cut {
+            tensor.shape[usize::from(down)] = width;
+        }
+    }
+    let config = json_file(&data(TINY).join("config.json"));
+    let config = if cut { patched(config, &json!({"moe_intermediate_size": width})) } else { config };
+    folder(&[("config.json", config.to_string().into()), ("model.safetensors", encode(&tensors))])
+}
+
+#[test]
+fn experts_of_any_width_are_padded_with_zeros() {
+    let Some(gpu) = device::every_tier().into_iter().next() else { return };
+    for width in [33, 36] {
+        let outputs = [true, false].map(|cut| {
+            let dir = narrow(width, cut);
+            let checkpoint = Checkpoint::open(dir.path()).unwrap();
+            let (model, _) = Model::load(&gpu, &checkpoint, &LoadOptions::default(), &mut |_, _| {}).unwrap();
+            let x = Rng::new(5).floats(TOKENS * checkpoint.config().hidden);
+            forward(&gpu, &model, MOE_LAYERS[0], &x)
+        });
+        assert!(outputs[0] == outputs[1] && outputs[0].iter().any(|v| *v != 0.0), "{width}");
+    }
 }
 
 #[test]

@@ -78,14 +78,11 @@ impl Model {
     }
 }
 
-/// The kernels read rows in groups of eight and hold at most 256 values of a head.
+/// The kernels read rows in groups of eight (the width of an expert may be any: what is kept of it is padded) and hold at most 256 values of a head.
 fn check_sizes(config: &ModelConfig) -> Result<()> {
     let q = config.heads * config.head_dim;
     let mut sizes =
         vec![("hidden_size", config.hidden), ("num_attention_heads * head_dim", q), ("head_dim", config.head_dim)];
-    if config.layers.contains(&MlpKind::Experts) {
-        sizes.push(("moe_intermediate_size", config.moe.expert_width));
-    }
     if config.layers.contains(&MlpKind::Dense) {
         sizes.push(("intermediate_size", config.dense_width));
     }
