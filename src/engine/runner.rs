@@ -42,16 +42,16 @@ pub(crate) struct Rows<'a> {
 impl Runner {
     /// Makes room on `gpu`; `options` become what is in force. With several ranks those of rank 0 count, and of the sizes
     /// that come of them the smallest of all ranks.
-    pub fn new(gpu: &Gpu, model: Model, options: &mut EngineOptions, ranks: Option<&mut Ranks>) -> Result<Self> {
+    pub fn new(gpu: &Gpu, model: Model, options: &mut EngineOptions, mut ranks: Option<&mut Ranks>) -> Result<Self> {
+        if let Some(ranks) = &mut ranks {
+            exchange::agree(ranks.line(), &facts(&model))?;
+            *options = of_rank_0(ranks, options)?;
+        }
         let config = model.config();
         let limit = gpu.capabilities().max_binding_bytes;
         let EngineOptions { max_sequences, max_context, max_step_tokens, .. } = *options;
         let mut sizes = engine_sizes(config, limit, max_sequences, max_context, max_step_tokens, BLOCK_SIZE);
         if let Some(ranks) = ranks {
-            exchange::agree(ranks.line(), &facts(&model))?;
-            *options = of_rank_0(ranks, options)?;
-            let EngineOptions { max_sequences, max_context, max_step_tokens, .. } = *options;
-            sizes = engine_sizes(config, limit, max_sequences, max_context, max_step_tokens, BLOCK_SIZE);
             sizes = smallest(ranks, sizes)?;
         }
         options.max_sequences = sizes.sequences;
@@ -172,16 +172,14 @@ fn distinct(mapping: &[i32]) -> Vec<usize> {
 
 /// What all ranks must have in common, a line each.
 fn facts(model: &Model) -> String {
-    let share = model.share();
     let world = model.topology();
     format!(
-        "wgmoe {}\nmodel {:?}\nranks {}, ep {}\nplacement {:?}\nexpert width {}",
+        "wgmoe {}\nmodel {:?}\nranks {}, ep {}\nplacement {:?}",
         env!("CARGO_PKG_VERSION"),
         model.config(),
         world.world(),
         world.ep(),
         model.placement(),
-        share.full_width(),
     )
 }
 
@@ -208,10 +206,8 @@ fn of_rank_0(ranks: &mut Ranks, options: &EngineOptions) -> Result<EngineOptions
 fn smallest(ranks: &mut Ranks, sizes: EngineSizes) -> Result<EngineSizes> {
     let own = [sizes.blocks, sizes.max_context, sizes.step_tokens, sizes.logit_rows, sizes.sequences];
     let own = own.map(|n| n as u64);
-    let line = ranks.line();
-    let parts: Vec<&[u8]> = (0..line.ranks()).map(|_| bytemuck::cast_slice(&own)).collect();
     let mut least = own;
-    for (rank, bytes) in line.all_to_all(&parts)?.iter().enumerate() {
+    for (rank, bytes) in exchange::gather(ranks.line(), bytemuck::cast_slice(&own))?.iter().enumerate() {
         let theirs: Vec<u64> = bytemuck::pod_collect_to_vec(bytes);
         if theirs.len() != least.len() {
             return Err(Error::new(ErrorKind::Rank, format!("rank {rank}: expected {} sizes", least.len())));

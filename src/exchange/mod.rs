@@ -47,8 +47,9 @@ pub fn sum(line: &mut dyn Exchange, values: &mut [f32]) -> Result<()> {
     if ranks == 1 {
         return Ok(());
     }
-    let each = values.len().div_ceil(ranks);
-    let part = |r: usize| (r * each).min(values.len())..((r + 1) * each).min(values.len());
+    let n = values.len();
+    let each = n.div_ceil(ranks);
+    let part = |r: usize| (r * each).min(n)..((r + 1) * each).min(n);
     let own = part(rank);
     let parts: Vec<&[u8]> = (0..ranks).map(|r| bytemuck::cast_slice(&values[part(r)])).collect();
     let got = line.all_to_all(&parts)?;
@@ -59,13 +60,19 @@ pub fn sum(line: &mut dyn Exchange, values: &mut [f32]) -> Result<()> {
             *total += f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         }
     }
-    let all: Vec<&[u8]> = (0..ranks).map(|_| bytemuck::cast_slice(&total)).collect();
-    for (r, bytes) in line.all_to_all(&all)?.iter().enumerate() {
-        let range = (r * each).min(values.len())..((r + 1) * each).min(values.len());
-        check_length(r, bytes.len(), range.len() * 4)?;
-        bytemuck::cast_slice_mut(&mut values[range]).copy_from_slice(bytes);
+    for (r, bytes) in gather(line, bytemuck::cast_slice(&total))?.iter().enumerate() {
+        check_length(r, bytes.len(), part(r).len() * 4)?;
+        bytemuck::cast_slice_mut(&mut values[part(r)]).copy_from_slice(bytes);
     }
     Ok(())
+}
+
+/// Gives every rank the `bytes` of every other, by rank.
+///
+/// # Errors
+/// Those of [`Exchange::all_to_all`].
+pub fn gather(line: &mut dyn Exchange, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+    line.all_to_all(&vec![bytes; line.ranks()])
 }
 
 /// Gives every rank the `bytes` of rank 0.
@@ -74,8 +81,7 @@ pub fn sum(line: &mut dyn Exchange, values: &mut [f32]) -> Result<()> {
 /// Those of [`Exchange::all_to_all`].
 pub fn broadcast(line: &mut dyn Exchange, bytes: &[u8]) -> Result<Vec<u8>> {
     let bytes = if line.rank() == 0 { bytes } else { &[] };
-    let parts: Vec<&[u8]> = (0..line.ranks()).map(|_| bytes).collect();
-    Ok(std::mem::take(&mut line.all_to_all(&parts)?[0]))
+    Ok(std::mem::take(&mut gather(line, bytes)?[0]))
 }
 
 /// Checks that all ranks were given the same `facts`: what a rank computes depends on them.
@@ -83,8 +89,7 @@ pub fn broadcast(line: &mut dyn Exchange, bytes: &[u8]) -> Result<Vec<u8>> {
 /// # Errors
 /// Those of [`Exchange::all_to_all`]; [`ErrorKind::Rank`] naming the first rank and the first line that differ.
 pub fn agree(line: &mut dyn Exchange, facts: &str) -> Result<()> {
-    let parts: Vec<&[u8]> = (0..line.ranks()).map(|_| facts.as_bytes()).collect();
-    let all = line.all_to_all(&parts)?;
+    let all = gather(line, facts.as_bytes())?;
     for (rank, other) in all.iter().enumerate() {
         if *other != all[0] {
             let other = String::from_utf8_lossy(other);

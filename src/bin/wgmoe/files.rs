@@ -117,12 +117,7 @@ impl ModelFiles {
         let owned =
             ExpertShare::new(&share.options.rule()?, share.options.topology(0)?, moe.experts, moe.expert_width)?;
         let tokenizer = Tokenizer::open(&self.model)?;
-        let open = |(name, dir): &(String, PathBuf)| {
-            let adapter = Adapter::open_for(dir, checkpoint.config(), &owned);
-            let adapter = adapter.with_context(|| format!("adapter `{name}`"))?;
-            anyhow::Ok((name.clone(), adapter))
-        };
-        let adapters = self.loras.iter().map(open).collect::<Result<_, _>>()?;
+        let adapters = share.adapters(checkpoint.config(), &owned)?;
         let template = OnceCell::new();
         Ok(Files { checkpoint, tokenizer, template, adapters, adapter_memory: self.adapter_memory, share })
     }

@@ -6,12 +6,12 @@ use std::thread::JoinHandle;
 use anyhow::Context;
 use clap::Args;
 use wgmoe::adapter::Adapter;
-use wgmoe::checkpoint::Checkpoint;
+use wgmoe::checkpoint::{Checkpoint, ModelConfig};
 use wgmoe::engine::Worker;
 use wgmoe::exchange::{Exchange, Local};
 use wgmoe::gpu::{Gpu, GpuInfo, Tier};
 use wgmoe::model::{LoadOptions, Model};
-use wgmoe::placement::{PlacementRule, Topology};
+use wgmoe::placement::{ExpertShare, PlacementRule, Topology};
 
 use crate::{Device, usage};
 
@@ -78,13 +78,17 @@ impl Share {
     fn load(&self, gpu: &Gpu, rank: usize) -> anyhow::Result<(Model, Vec<(String, Adapter)>)> {
         let checkpoint = Checkpoint::open(&self.model)?;
         let (model, _) = Model::load(gpu, &checkpoint, &self.load_options(rank)?, &mut |_, _| {})?;
-        let open = |(name, dir): &(String, PathBuf)| {
-            let adapter = Adapter::open_for(dir, checkpoint.config(), model.share());
-            let adapter = adapter.with_context(|| format!("adapter `{name}`"))?;
-            anyhow::Ok((name.clone(), adapter))
-        };
-        let adapters = self.loras.iter().map(open).collect::<Result<_, _>>()?;
+        let adapters = self.adapters(checkpoint.config(), model.share())?;
         Ok((model, adapters))
+    }
+
+    /// What a rank with the share `owned` of the experts has of every adapter, under their names.
+    pub fn adapters(&self, config: &ModelConfig, owned: &ExpertShare) -> anyhow::Result<Vec<(String, Adapter)>> {
+        let open = |(name, dir): &(String, PathBuf)| {
+            let adapter = Adapter::open_for(dir, config, owned).with_context(|| format!("adapter `{name}`"))?;
+            Ok((name.clone(), adapter))
+        };
+        self.loras.iter().map(open).collect()
     }
 }
 

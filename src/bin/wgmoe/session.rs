@@ -13,7 +13,7 @@ use wgmoe::placement::Topology;
 
 use crate::Device;
 use crate::files::Files;
-use crate::ranks::{Others, World, places};
+use crate::ranks::{Others, World};
 
 /// Sequences that decode together; more requests wait their turn.
 const MAX_SEQUENCES: usize = 128;
@@ -27,21 +27,18 @@ impl Files {
         tier: Option<Tier>,
         jobs: &[Job],
     ) -> anyhow::Result<Session<'_>> {
-        let (mut others, share) = (Others::default(), &self.share);
-        let line = match world {
-            World::Alone => None,
+        let share = &self.share;
+        let (others, line) = match world {
+            World::Alone => (Others::default(), None),
             World::Threads => {
-                let (started, line) = Others::start(share, device, tier)?;
-                others = started;
-                Some(line)
+                let (others, line) = Others::start(share, device, tier)?;
+                (others, Some(line))
             }
             #[cfg(feature = "mpi")]
-            World::Processes(line) => Some(line),
+            World::Processes(line) => (Others::default(), Some(line)),
         };
-        let gpu = match &line {
-            None => device.open_tier(tier)?,
-            Some(_) => device.open_at(places(device)[0], tier)?,
-        };
+        // Rank 0 has the first place of all.
+        let gpu = device.open_tier(tier)?;
         let bar = ProgressBar::new(0).with_style(style("loading {bar:30} {binary_bytes}/{binary_total_bytes} {eta}"));
         let (model, streamed) = Model::load(&gpu, &self.checkpoint, &share.load_options(0)?, &mut |done, total| {
             bar.set_length(total);
