@@ -6,8 +6,9 @@ use std::ops::Range;
 
 use super::config::AdapterConfig;
 use super::names::{Names, Pair, Target};
-use super::window::{Window, Windows};
+use super::window::Windows;
 use super::{Factor, Site};
+use crate::checkpoint::Window;
 use crate::checkpoint::file::WeightFile;
 use crate::checkpoint::untrusted::shown;
 use crate::checkpoint::{ModelConfig, TensorView};
@@ -114,9 +115,7 @@ impl<'f> Decoder<'f> {
         let (rank, scale) = self.rank_and_scale(name)?;
         let (a, b) = (self.float(&pair.a, &[rank, inn])?, self.float(&pair.b, &[out, rank])?);
         let bias = self.bias(pair, site, out)?;
-        let whole = self.width(site, out, inn).is_none();
-        let of = |view| Windows::new(view, whole && self.holds(site, expert));
-        let mut from = Sources { a: of(a), b: of(b), bias: bias.map(|view| Windows::new(view, false)) };
+        let mut from = Sources { a: Windows::new(a), b: Windows::new(b), bias: bias.map(Windows::new) };
         let whole = Whole { rank, scale, a: Window::dense([rank, inn], 0), b: Window::dense([out, rank], 0) };
         self.push((layer, site, expert), &whole, &mut from, to)
     }
@@ -177,13 +176,6 @@ impl<'f> Decoder<'f> {
     /// Whether the share holds (a part of) this expert; everything else it holds.
     pub(super) fn holds(&self, site: Site, expert: usize) -> bool {
         !is_routed(site) || self.share.is_none_or(|share| share.placement().local(expert).is_some())
-    }
-
-    /// Whether the share holds every expert in its whole width.
-    pub(super) fn holds_all(&self) -> bool {
-        self.share.is_none_or(|share| {
-            share.experts() == self.model.moe.experts && share.width().len() == self.model.moe.expert_width
-        })
     }
 
     /// The columns of an expert's width to read; `None` for all.

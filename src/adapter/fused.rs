@@ -5,7 +5,8 @@ use super::config::ExpertColumns;
 use super::decode::{Decoded, Decoder, Sources, Whole};
 use super::layout::{self, Flat, Orientation};
 use super::names::{Packed, Pair};
-use super::window::{Window, Windows};
+use super::window::Windows;
+use crate::checkpoint::Window;
 use crate::error::{ErrorKind, Result};
 use crate::family::Role;
 use crate::family::table::Fused;
@@ -48,11 +49,10 @@ impl<'f> Decoder<'f> {
             (self.float(&pair.a, &[rank * n_experts, x])?, self.float(&pair.b, &[y, rank * n_experts])?)
         };
         let columns = if stacked { ExpertColumns::RankMajor } else { self.columns(pair)? };
-        let of = |view| Windows::new(view, self.holds_all());
         let mut from = match orientation {
-            Orientation::Canonical => Sources { a: of(a), b: of(b), bias: None },
+            Orientation::Canonical => Sources { a: Windows::new(a), b: Windows::new(b), bias: None },
             // (B·A)ᵀ = Aᵀ·Bᵀ
-            Orientation::Transposed => Sources { a: of(b), b: of(a), bias: None },
+            Orientation::Transposed => Sources { a: Windows::new(b), b: Windows::new(a), bias: None },
         };
         let flat = Flat { n_experts, rank, x, y, orientation, columns };
         for expert in 0..n_experts {
@@ -82,7 +82,7 @@ impl<'f> Decoder<'f> {
         let (rank, scale) = self.rank_and_scale(&pair.module)?;
         let (a, b) = (self.float(&pair.a, &[rank, inn])?, self.float(&pair.b, &[out, rank])?);
         let whole = Whole { rank, scale, a: Window::dense([rank, inn], 0), b: Window::dense([out, rank], 0) };
-        let mut from = Sources { a: Windows::new(a, false), b: Windows::new(b, false), bias: None };
+        let mut from = Sources { a: Windows::new(a), b: Windows::new(b), bias: None };
         self.split(layer, expert, parameter, &whole, &mut from, to)
     }
 

@@ -6,7 +6,7 @@
 //! `peft/tuners/lora/layer.py`.
 
 use super::config::{ExpertColumns, Version};
-use super::window::Window;
+use crate::checkpoint::Window;
 use crate::family::table::Stored;
 
 /// The first PEFT release whose products are `[out, in]` for parameters stored as `[E, out, in]`.

@@ -4,7 +4,8 @@
 use super::Site;
 use super::decode::{Decoded, Decoder, Sources, Whole};
 use super::names::{Packed, Pair};
-use super::window::{Window, Windows};
+use super::window::Windows;
+use crate::checkpoint::Window;
 use crate::error::{ErrorKind, Result};
 
 /// One side of all experts, or the one that all share.
@@ -66,6 +67,6 @@ impl<'f> Decoder<'f> {
         let shared = self.file.tensor(name)?.shape.first() == Some(&1);
         let n = if shared { 1 } else { self.model.moe.experts };
         let view = self.float(name, &[n, shape[0], shape[1]])?;
-        Ok(Side { from: Windows::new(view, self.holds_all()), shape, shared })
+        Ok(Side { from: Windows::new(view), shape, shared })
     }
 }

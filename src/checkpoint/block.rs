@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::safetensors::TensorView;
+use super::window::Window;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 
@@ -28,11 +29,19 @@ impl Bytes<'_> {
         }
     }
 
-    fn get(&self, range: Range<usize>) -> Result<&[u8]> {
+    /// The bytes `range`, which lie within; of a file's, [`count`](Self::count) is told.
+    fn get(&self, range: Range<usize>) -> &[u8] {
         match self {
-            Self::Tensor(view) => view.bytes(range),
-            Self::Borrowed(bytes) => Ok(&bytes[range]),
-            Self::Owned(bytes) => Ok(&bytes[range]),
+            Self::Tensor(view) => view.uncounted(range),
+            Self::Borrowed(bytes) => &bytes[range],
+            Self::Owned(bytes) => &bytes[range],
+        }
+    }
+
+    /// Counts `n_bytes` that [`get`](Self::get) gave from a file.
+    fn count(&self, n_bytes: usize) {
+        if let Self::Tensor(view) = self {
+            view.count(n_bytes);
         }
     }
 
@@ -40,7 +49,8 @@ impl Bytes<'_> {
         match self {
             Self::Tensor(view) if to.len() >= LONG_RUN => view.read(begin, to),
             _ => {
-                to.copy_from_slice(self.get(begin..begin + to.len())?);
+                to.copy_from_slice(self.get(begin..begin + to.len()));
+                self.count(to.len());
                 Ok(())
             }
         }
@@ -52,25 +62,9 @@ impl Bytes<'_> {
 pub struct Block<'a> {
     bytes: Bytes<'a>,
     dtype: DType,
-    rows: usize,
-    cols: usize,
-    /// First byte, and bytes from one row and one column to the next.
-    begin: usize,
-    row_stride: usize,
-    col_stride: usize,
+    window: Window,
     /// Rows that the block takes where it is put; those past `rows` are zero.
     height: usize,
-}
-
-/// Where the elements of a [`Block`] are, counted in elements.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Strides {
-    /// The first element.
-    pub begin: usize,
-    /// From one row to the next.
-    pub row: usize,
-    /// From one column to the next.
-    pub col: usize,
 }
 
 impl<'a> Block<'a> {
@@ -78,48 +72,39 @@ impl<'a> Block<'a> {
     ///
     /// Errors: `Tensor` when `bytes` is not `rows · cols` elements.
     pub fn borrowed(dtype: DType, [rows, cols]: [usize; 2], bytes: &'a [u8]) -> Result<Self> {
-        Self::new(Bytes::Borrowed(bytes), dtype, [rows, cols], Strides { begin: 0, row: cols, col: 1 }).and_then(|b| {
-            let expected = rows * cols * dtype.size();
-            if bytes.len() != expected {
-                let message = format!("a matrix of [{rows}, {cols}]: expected {expected} bytes, got {}", bytes.len());
-                return Err(Error::new(ErrorKind::Tensor, message));
-            }
-            Ok(b)
-        })
+        let expected = rows * cols * dtype.size();
+        if bytes.len() != expected {
+            let message = format!("a matrix of [{rows}, {cols}]: expected {expected} bytes, got {}", bytes.len());
+            return Err(Error::new(ErrorKind::Tensor, message));
+        }
+        Self::new(Bytes::Borrowed(bytes), dtype, Window::dense([rows, cols], 0))
     }
 
     /// A row of values.
     pub(crate) fn row(values: &[f32]) -> Self {
         let bytes = Bytes::Owned(bytemuck::cast_slice(values).into());
-        let (cols, row_stride) = (values.len(), size_of_val(values));
-        Self { bytes, dtype: DType::F32, rows: 1, cols, begin: 0, row_stride, col_stride: 4, height: 1 }
+        Self { bytes, dtype: DType::F32, window: Window::dense([1, values.len()], 0), height: 1 }
     }
 
-    /// The elements of `view` that `strides` names.
+    /// The elements of `view` at `window`.
     ///
     /// Errors: `Tensor` when one of them lies outside the tensor.
-    pub(crate) fn of(view: TensorView<'a>, shape: [usize; 2], strides: Strides) -> Result<Self> {
-        Self::new(Bytes::Tensor(view), view.dtype, shape, strides)
+    pub(crate) fn of(view: TensorView<'a>, window: Window) -> Result<Self> {
+        Self::new(Bytes::Tensor(view), view.dtype, window)
     }
 
-    fn new(bytes: Bytes<'a>, dtype: DType, [rows, cols]: [usize; 2], strides: Strides) -> Result<Self> {
-        let size = dtype.size();
-        let end = |n: usize, stride: usize| n.saturating_sub(1).checked_mul(stride);
-        let last = end(rows, strides.row)
-            .zip(end(cols, strides.col))
-            .and_then(|(r, c)| r.checked_add(c)?.checked_add(strides.begin)?.checked_add(1)?.checked_mul(size));
-        if rows * cols > 0 && last.is_none_or(|last| last > bytes.len()) {
-            let message = format!("a block of [{rows}, {cols}] at {strides:?} leaves its {} bytes", bytes.len());
+    fn new(bytes: Bytes<'a>, dtype: DType, window: Window) -> Result<Self> {
+        let n_bytes = window.extent().and_then(|n| n.checked_mul(dtype.size()));
+        if n_bytes.is_none_or(|n| n > bytes.len()) {
+            let message = format!("{window:?} leaves its {} bytes", bytes.len());
             return Err(Error::new(ErrorKind::Tensor, message));
         }
-        let Strides { begin, row, col } = strides;
-        let (begin, row_stride, col_stride) = (begin * size, row * size, col * size);
-        Ok(Self { bytes, dtype, rows, cols, begin, row_stride, col_stride, height: rows })
+        Ok(Self { bytes, dtype, window, height: window.rows })
     }
 
     /// The same with zero rows below, `height` rows in all.
     pub(crate) fn padded_to(self, height: usize) -> Self {
-        Self { height: height.max(self.rows), ..self }
+        Self { height: height.max(self.window.rows), ..self }
     }
 
     /// Storage type.
@@ -129,12 +114,12 @@ impl<'a> Block<'a> {
 
     /// Rows that hold elements.
     pub fn rows(&self) -> usize {
-        self.rows
+        self.window.rows
     }
 
     /// Columns.
     pub fn cols(&self) -> usize {
-        self.cols
+        self.window.cols
     }
 
     /// Rows with those of zeros.
@@ -144,7 +129,7 @@ impl<'a> Block<'a> {
 
     /// Bytes of its elements.
     pub fn n_bytes(&self) -> usize {
-        self.rows * self.cols * self.dtype.size()
+        self.rows() * self.cols() * self.dtype.size()
     }
 
     /// Its elements, row by row, without padding.
@@ -152,7 +137,7 @@ impl<'a> Block<'a> {
     /// Errors: `Io` when the file cannot be read.
     pub fn to_vec(&self) -> Result<Vec<u8>> {
         let mut bytes = vec![0; self.n_bytes()];
-        self.read(0..self.rows, &mut bytes, self.cols * self.dtype.size())?;
+        self.read(0..self.rows(), &mut bytes, self.cols() * self.dtype.size())?;
         Ok(bytes)
     }
 
@@ -162,34 +147,31 @@ impl<'a> Block<'a> {
     /// Errors: `Io` when the file cannot be read.
     pub(crate) fn read(&self, rows: Range<usize>, to: &mut [u8], stride: usize) -> Result<u64> {
         let size = self.dtype.size();
-        let row_bytes = self.cols * size;
+        let Window { cols, begin, row_step, col_step, .. } = self.window;
+        let row_bytes = cols * size;
         let n_bytes = rows.len() * row_bytes;
         if n_bytes == 0 {
             return Ok(0);
         }
-        let begin = self.begin + rows.start * self.row_stride;
-        if self.col_stride == size && self.row_stride == row_bytes && stride == row_bytes {
-            self.bytes.read(begin, &mut to[..n_bytes])?;
-        } else if self.col_stride == size {
+        let at = |row: usize, col: usize| (begin + row * row_step + col * col_step) * size;
+        if col_step == 1 && row_step == cols && stride == row_bytes {
+            self.bytes.read(at(rows.start, 0), &mut to[..n_bytes])?;
+        } else if col_step == 1 {
             for (i, row) in rows.enumerate() {
-                self.bytes.read(self.begin + row * self.row_stride, &mut to[i * stride..i * stride + row_bytes])?;
+                self.bytes.read(at(row, 0), &mut to[i * stride..i * stride + row_bytes])?;
             }
         } else {
-            // Stored the other way round: a stored row is a column here.
-            for col in 0..self.cols {
-                let from = begin + col * self.col_stride;
-                if self.row_stride == size {
-                    let run = self.bytes.get(from..from + rows.len() * size)?;
-                    for (i, element) in run.chunks_exact(size).enumerate() {
-                        to[i * stride + col * size..][..size].copy_from_slice(element);
-                    }
-                } else {
-                    for i in 0..rows.len() {
-                        let at = from + i * self.row_stride;
-                        to[i * stride + col * size..][..size].copy_from_slice(self.bytes.get(at..at + size)?);
-                    }
-                }
+            // Along what lies together in the file: stored the other way round, a stored row is a column here.
+            let mut copy = |i: usize, col: usize| {
+                let from = at(rows.start + i, col);
+                to[i * stride + col * size..][..size].copy_from_slice(self.bytes.get(from..from + size));
+            };
+            if row_step < col_step {
+                (0..cols).for_each(|col| (0..rows.len()).for_each(|i| copy(i, col)));
+            } else {
+                (0..rows.len()).for_each(|i| (0..cols).for_each(|col| copy(i, col)));
             }
+            self.bytes.count(n_bytes);
         }
         Ok(if matches!(self.bytes, Bytes::Tensor(_)) { n_bytes as u64 } else { 0 })
     }
@@ -214,8 +196,9 @@ mod tests {
     fn rows_and_columns_are_found_in_every_layout() {
         let bytes = stored(24);
         let block = |shape, begin, row, col| {
-            let strides = Strides { begin, row, col };
-            Block::new(Bytes::Borrowed(&bytes), DType::Bf16, shape, strides).unwrap()
+            let [rows, cols] = shape;
+            let window = Window { rows, cols, begin, row_step: row, col_step: col };
+            Block::new(Bytes::Borrowed(&bytes), DType::Bf16, window).unwrap()
         };
         // Rows 1 and 2 of [4, 6], whole, then columns 2..4 with a wider row below.
         assert_eq!(rows(&block([2, 6], 6, 6, 1), 0..2, 12), (6..18).collect::<Vec<_>>());
@@ -233,9 +216,10 @@ mod tests {
         let bytes = stored(24);
         let cases = [([4, 6], 1, 6, 1), ([5, 6], 0, 6, 1), ([2, 2], 0, usize::MAX, 1), ([1, 2], 0, 1, usize::MAX)];
         for (shape, begin, row, col) in cases {
-            let strides = Strides { begin, row, col };
-            let got = Block::new(Bytes::Borrowed(&bytes), DType::Bf16, shape, strides);
-            assert_eq!(got.unwrap_err().kind(), ErrorKind::Tensor, "{shape:?} {strides:?}");
+            let [rows, cols] = shape;
+            let window = Window { rows, cols, begin, row_step: row, col_step: col };
+            let got = Block::new(Bytes::Borrowed(&bytes), DType::Bf16, window);
+            assert_eq!(got.unwrap_err().kind(), ErrorKind::Tensor, "{window:?}");
         }
         assert!(Block::borrowed(DType::Bf16, [4, 5], &bytes).is_err());
     }

@@ -3,7 +3,8 @@
 
 use std::ops::Range;
 
-use super::block::{Block, Strides};
+use super::block::Block;
+use super::window::Window;
 use super::{Checkpoint, ExpertPart, TensorView};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
@@ -18,7 +19,7 @@ impl Checkpoint {
         let view = self.role(role)?;
         let rows = view.shape.first().copied().unwrap_or(1);
         let cols = view.shape.iter().skip(1).product();
-        Block::of(view, [rows, cols], Strides { begin: 0, row: cols, col: 1 })
+        Block::of(view, Window::dense([rows, cols], 0))
     }
 
     /// The columns `width` of the width of one expert: `[width, D]` of gate or up, `[D, width]` of down.
@@ -41,22 +42,26 @@ impl Checkpoint {
         let layout = ExpertLayout::of(self.config());
         let [out, inn] = self.expert_shape(part);
         let (view, fused) = self.expert_tensor(layer, expert, part)?;
-        // Of the stored matrix that holds this projection: its outputs, and where those of this projection begin.
-        let (stored_out, first, step) = match (part, fused, layout.interleaved) {
+        // Of the stored outputs, which are those of this projection.
+        let (stored_out, first, every) = match (part, fused, layout.interleaved) {
             (ExpertPart::Gate, true, false) => (2 * out, 0, 1),
             (ExpertPart::Up, true, false) => (2 * out, out, 1),
             (ExpertPart::Gate, true, true) => (2 * out, 0, 2),
             (ExpertPart::Up, true, true) => (2 * out, 1, 2),
             _ => (out, 0, 1),
         };
-        let (per_out, per_in) = if fused && layout.transposed { (1, stored_out) } else { (inn, 1) };
-        let (rows, cols) = match part {
-            ExpertPart::Gate | ExpertPart::Up => (width, 0..inn),
-            ExpertPart::Down => (0..out, width),
+        let begin = if fused { expert * stored_out * inn } else { 0 };
+        let stored = if fused && layout.transposed {
+            Window::dense([inn, stored_out], begin).transposed()
+        } else {
+            Window::dense([stored_out, inn], begin)
         };
-        let skipped = if fused { expert * stored_out * inn } else { 0 };
-        let begin = skipped + (first + rows.start * step) * per_out + cols.start * per_in;
-        Block::of(view, [rows.len(), cols.len()], Strides { begin, row: step * per_out, col: per_in })
+        let whole = stored.rows(first, out, every);
+        let window = match part {
+            ExpertPart::Gate | ExpertPart::Up => whole.rows(width.start, width.len(), 1),
+            ExpertPart::Down => whole.cols(width),
+        };
+        Block::of(view, window)
     }
 
     /// The storage type of one projection of one expert, without reading it; errors as [`expert_block`](Self::expert_block).

@@ -11,6 +11,7 @@ pub mod safetensors;
 mod source;
 pub mod torch;
 pub(crate) mod untrusted;
+mod window;
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -21,6 +22,7 @@ pub use index::Shards;
 pub use safetensors::{SafetensorsFile, TensorHeader, TensorView};
 pub use torch::TorchFile;
 use untrusted::shown;
+pub(crate) use window::Window;
 
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};

@@ -142,6 +142,17 @@ impl<'a> TensorView<'a> {
         Ok(&self.source.map()[range])
     }
 
+    /// The bytes `range`, which lie within the tensor, not counted: whoever takes many short ones tells
+    /// [`count`](Self::count) of all at once.
+    pub(crate) fn uncounted(&self, range: Range<usize>) -> &'a [u8] {
+        &self.source.map()[self.begin..self.end][range]
+    }
+
+    /// Counts bytes as read.
+    pub(crate) fn count(&self, n_bytes: usize) {
+        self.source.count(n_bytes);
+    }
+
     /// Reads the bytes from `begin` on into `to`, past the map.
     ///
     /// Errors: `Tensor` when that leaves the tensor, `Io` when the file cannot be read.
