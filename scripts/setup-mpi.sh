@@ -15,17 +15,6 @@ give_up() {
 }
 
 usable && exit 0
-command -v apt-get >/dev/null 2>&1 || give_up 'this system has no apt-get to install it with'
-if [ "$(id -u)" = 0 ]; then
-    as_root='env'
-elif command -v sudo >/dev/null 2>&1 && sudo -n true 2>/dev/null; then
-    as_root='sudo -n env'
-else
-    give_up 'installing it needs root (or sudo without a password)'
-fi
-echo "no MPI found: installing $packages" >&2
-$as_root DEBIAN_FRONTEND=noninteractive apt-get update -qq >&2 || give_up 'apt-get update failed'
 # shellcheck disable=SC2086
-$as_root DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages >&2 ||
-    give_up 'apt-get install failed'
+reason=$(sh "$(dirname "$0")/apt-install.sh" 'no MPI found' $packages) || give_up "$reason"
 usable || give_up 'the packages did not bring it'

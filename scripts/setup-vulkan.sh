@@ -34,19 +34,6 @@ give_up() {
 
 usable && exit 0
 
-command -v apt-get >/dev/null 2>&1 || give_up 'this system has no apt-get to install one with'
-if [ "$(id -u)" = 0 ]; then
-    as_root='env'
-elif command -v sudo >/dev/null 2>&1 && sudo -n true 2>/dev/null; then
-    as_root='sudo -n env'
-else
-    give_up 'installing one needs root (or sudo without a password)'
-fi
-
-echo "no Vulkan device found: installing $packages" >&2
-# apt's own output goes to stderr, so that stdout stays with the program that is run next.
-$as_root DEBIAN_FRONTEND=noninteractive apt-get update -qq >&2 || give_up '`apt-get update` failed'
 # shellcheck disable=SC2086
-$as_root DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages >&2 ||
-    give_up '`apt-get install` failed'
+reason=$(sh "$(dirname "$0")/apt-install.sh" 'no Vulkan device found' $packages) || give_up "$reason"
 usable || give_up "installing $packages did not bring one"
