@@ -1,7 +1,7 @@
 //! What runs a step on one rank: the model with its cache, adapters and tables, without any idea of requests.
 
-use crate::adapter::Site;
-use crate::adapter::pool::{AdapterPool, PoolOptions};
+use crate::adapter::pool::{AdapterId, AdapterPool, PoolOptions};
+use crate::adapter::{Adapter, Site};
 use crate::checkpoint::MlpKind;
 use crate::engine::EngineOptions;
 use crate::error::{Error, ErrorKind, Result};
@@ -103,6 +103,17 @@ impl Runner {
     pub fn write_blocks(&self, row: u32, blocks: &[u32]) {
         let at = u64::from(row) * self.attention.max_blocks as u64 * 4;
         self.gpu.queue().write_buffer(&self.block_table.buffer, at, bytemuck::cast_slice(blocks));
+    }
+
+    /// Makes an adapter resident and pins it; `None` when it has to wait.
+    pub fn pin(&mut self, id: AdapterId, adapter: &Adapter) -> Result<Option<usize>> {
+        let before = self.pool.growths();
+        let slot = self.pool.pin(id, adapter)?;
+        if self.pool.growths() != before {
+            // Bind groups would keep the outgrown buffers alive.
+            self.rec.forget_bindings();
+        }
+        Ok(slot)
     }
 
     /// Records all layers, and the head for the rows whose logits are wanted: f32 `[gather, vocab]`.

@@ -6,7 +6,7 @@ use crate::engine::in_flight::{InFlight, LogitRows, Mapped};
 use crate::engine::runner::Rows;
 use crate::engine::sequence::{Place, Sequence};
 use crate::engine::worker::{StepMessage, tell};
-use crate::engine::{AdapterId, DEPTH, Engine, SequenceId};
+use crate::engine::{DEPTH, Engine, SequenceId};
 use crate::error::{Error, ErrorKind, Result};
 use crate::exchange;
 use crate::gpu::Gpu;
@@ -76,7 +76,7 @@ impl Engine {
             let (adapter, positions) = (self.sequences[&id].request.adapter, self.sequences[&id].positions());
             let slot = match adapter {
                 None => None,
-                Some(adapter) => match self.pin(adapter) {
+                Some(adapter) => match self.runner.pin(adapter, &self.adapters[&adapter]) {
                     Ok(Some(slot)) => Some(slot),
                     Ok(None) => return,
                     Err(e) => {
@@ -102,17 +102,6 @@ impl Engine {
                 sequence.place = Some(Place { row, blocks, slot });
             }
         }
-    }
-
-    /// Makes an adapter resident.
-    fn pin(&mut self, id: AdapterId) -> Result<Option<usize>> {
-        let before = self.runner.pool.growths();
-        let slot = self.runner.pool.pin(id, &self.adapters[&id])?;
-        if self.runner.pool.growths() != before {
-            // Bind groups would keep the outgrown buffers alive.
-            self.runner.rec.forget_bindings();
-        }
-        Ok(slot)
     }
 
     /// Decodes first, so that running answers are never held up, then as much of the prompts as fits.

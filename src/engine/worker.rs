@@ -116,18 +116,17 @@ impl Worker {
             return Ok(false);
         }
         let message = StepMessage::decode(&bytes)
-            .ok_or_else(|| Error::new(ErrorKind::Rank, "rank 0 sent a step that cannot be read"))?;
+            .ok_or_else(|| Error::new(ErrorKind::Format, "rank 0 sent a step that cannot be read"))?;
         let runner = &mut self.runner;
         for (row, blocks) in &message.blocks {
             runner.write_blocks(*row, blocks);
         }
-        let before = runner.pool.growths();
         let mut slots = Vec::new();
         for id in &message.adapters {
             let id = AdapterId(*id);
-            let unknown = || Error::new(ErrorKind::Rank, "rank 0 uses an adapter that this rank has not loaded");
+            let unknown = || Error::new(ErrorKind::Adapter, "rank 0 uses an adapter that this rank has not loaded");
             let adapter = self.adapters.get(&id).ok_or_else(unknown)?;
-            let slot = runner.pool.pin(id, adapter)?;
+            let slot = runner.pin(id, adapter)?;
             slots.push(slot.ok_or_else(|| {
                 let n = message.adapters.len();
                 Error::new(
@@ -135,9 +134,6 @@ impl Worker {
                     format!("no room for the {n} adapters of one step; give less or more memory"),
                 )
             })?);
-        }
-        if runner.pool.growths() != before {
-            runner.rec.forget_bindings();
         }
         let slot_of = |place: i32| usize::try_from(place).ok().and_then(|i| slots.get(i)).map_or(-1, |s| *s as i32);
         let rows: Vec<[i32; 4]> = message.rows.iter().map(|[t, p, r, a]| [*t, *p, *r, slot_of(*a)]).collect();
