@@ -108,6 +108,8 @@ const SOURCES: &[(&str, &str)] = sources![
     "rope.wgsl",
     "attention.wgsl",
     "sample.wgsl",
+    "random.wgsl",
+    "rate.wgsl",
 ];
 
 static TEMPLATES: LazyLock<minijinja::Environment<'static>> = LazyLock::new(|| {

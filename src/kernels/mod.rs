@@ -25,6 +25,9 @@ pub mod rope;
 pub mod attention;
 pub mod sample;
 
+pub mod random;
+pub mod rate;
+
 pub use recording::{Grid, Recording, View};
 
 /// Workgroups of 64 invocations that cover `n` items, folded.

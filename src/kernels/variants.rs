@@ -8,7 +8,7 @@ use crate::gpu::Tier;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
     activation, align, attention, combine, embed, expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, norm,
-    pack, remap, rope, route, sample,
+    pack, random, rate, remap, rope, route, sample,
 };
 use crate::plan::capabilities::Capabilities;
 use crate::plan::classes::classes;
@@ -76,6 +76,7 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
             all.push((&expert_gemm::EXPERT_GEMM, expert_gemm::vars(caps, dtype, rows, tile)));
         }
         all.push((&embed::EMBED, embed::vars(dtype)));
+        all.push((&random::RANDOM, random::vars(dtype)));
     }
     if caps.matrix {
         matrix_variants(caps, &mut all);
@@ -102,6 +103,7 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
         }
     }
     all.push((&sample::SAMPLE, sample::vars(caps)));
+    all.push((&rate::RATE, rate::vars(caps)));
     all
 }
 

@@ -1,0 +1,104 @@
+//! Random weights made on the device, and the same values on the host.
+
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::kernels::expert_gemm::Weights;
+use crate::kernels::linker::{Kernel, Vars, pipeline};
+use crate::kernels::params::params;
+use crate::kernels::{Recording, View, cover};
+use crate::plan::matrix::{Exponent, weight_exponent};
+use crate::plan::pieces::cut;
+
+/// The shader.
+pub static RANDOM: Kernel = Kernel { stem: "random", reads: 0, writes: 1 };
+
+params! {
+    /// One binding to fill.
+    RandomParams {
+        /// Groups of eight weights.
+        groups: u32,
+        /// Seed.
+        seed: u32,
+        /// A power of two: magnitudes lie below it.
+        scale: f32,
+        /// The number of the first weight.
+        first: u32,
+    }
+}
+
+/// Values in (-2^exponent, 2^exponent), odd multiples of 2^(exponent-8): exact in f32, f16 and bf16, never zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Random {
+    /// Storage type: f32, f16 or bf16.
+    pub dtype: DType,
+    /// From -6 to 7, so that f16 holds every value.
+    pub exponent: i32,
+    /// Stacks with other seeds are other weights.
+    pub seed: u32,
+}
+
+/// The variables for one storage type.
+pub fn vars(dtype: DType) -> Vars {
+    vec![("dtype", dtype.name().into())]
+}
+
+impl Random {
+    /// The weight number `at` of a stack, counted through its matrices, row by row.
+    pub fn value(&self, at: u32) -> f32 {
+        let mixed = |mut v: u32| {
+            v = (v ^ (v >> 16)).wrapping_mul(0x7feb_352d);
+            v = (v ^ (v >> 15)).wrapping_mul(0x846c_a68b);
+            v ^ (v >> 16)
+        };
+        let steps = (mixed(at.wrapping_add(mixed(self.seed))) >> 24) as i32;
+        (2 * steps - 255) as f32 * self.scale() / 256.0
+    }
+
+    fn scale(&self) -> f32 {
+        (self.exponent as f32).exp2()
+    }
+
+    /// Records a stack `[count, out, in]` of such weights, cut as loaded ones are.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Limit`](crate::ErrorKind::Limit) when a row exceeds a binding, and those of the device.
+    pub fn weights(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        label: &str,
+        [count, out_dim, in_dim]: [usize; 3],
+    ) -> Result<Weights> {
+        let gpu = rec.gpu().clone();
+        let row_bytes = in_dim * self.dtype.size();
+        let mut pieces = Vec::new();
+        for piece in cut(count, out_dim, row_bytes as u64, gpu.capabilities().max_binding_bytes)? {
+            let weights = piece.count * piece.rows * in_dim;
+            let n_bytes = (weights * self.dtype.size()) as u64;
+            let view = View::whole(&gpu.buffer(label, n_bytes, wgpu::BufferUsages::empty())?);
+            let first = (piece.first * out_dim + piece.row_begin) * in_dim;
+            self.fill(rec, pass, &view, first as u32, weights)?;
+            pieces.push((piece, view));
+        }
+        let exponent = Exponent::known(weight_exponent(self.dtype, &[self.scale() * (255.0 / 256.0)]));
+        Ok(Weights { dtype: self.dtype, count, out_dim, in_dim, pieces, exponent })
+    }
+
+    /// Records `n` weights, a multiple of 8, from number `first` on.
+    ///
+    /// # Errors
+    /// When the device refuses the shader.
+    pub fn fill(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        to: &View,
+        first: u32,
+        n: usize,
+    ) -> Result<()> {
+        let pipeline = pipeline(rec.gpu(), &RANDOM, vars(self.dtype))?;
+        let params = RandomParams { groups: (n / 8) as u32, seed: self.seed, scale: self.scale(), first };
+        rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &[to], &cover(n / 8));
+        Ok(())
+    }
+}
