@@ -1,5 +1,6 @@
 //! The command line: one file a command, and those that commands share.
 
+mod bench;
 mod demo;
 mod devices;
 mod files;
@@ -53,6 +54,7 @@ enum Command {
     Score(score::Options),
     Perplexity(perplexity::Options),
     Demo(demo::Options),
+    Bench(bench::Options),
 }
 
 /// Where to run.
@@ -158,6 +160,7 @@ fn main() -> ExitCode {
         Command::Score(options) => score::run(&options),
         Command::Perplexity(options) => perplexity::run(&options),
         Command::Demo(options) => demo::run(&options),
+        Command::Bench(options) => bench::run(&options),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

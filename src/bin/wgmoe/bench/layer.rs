@@ -1,0 +1,364 @@
+//! `wgmoe bench layer`: one mixture-of-experts layer, router to weighted sum, by the device's clock.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use clap::{Args, ValueEnum};
+use wgmoe::dtype::DType;
+use wgmoe::gpu::Gpu;
+use wgmoe::kernels::{Recording, View};
+use wgmoe::layer::{LoraBatch, MoeTensors};
+use wgmoe::plan::capabilities::Capabilities;
+use wgmoe::plan::{matrix, rows};
+use wgmoe::shape::MoeShape;
+
+use crate::bench::limits::Limits;
+use crate::bench::report::{Report, Row, Stage};
+use crate::bench::routing::{self, touched};
+use crate::bench::shape::{Routing, Shape};
+use crate::bench::synthetic::Synthetic;
+use crate::bench::timing::{STAGES, Times};
+use crate::bench::{oracle, roofline};
+use crate::devices::driver;
+use crate::{Device, Format, usage};
+
+/// Time one mixture-of-experts layer: router, experts with adapters, weighted sum
+#[derive(Args)]
+#[command(after_help = "\
+Weights are random and made on the device. Each time is the median of many runs by the device's clock, over
+rotating tokens; `least` is what its bytes and multiplications take at the speed of memory and of arithmetic
+that the same command measured, `share` how much of that was reached. `off` compares with the CPU (two
+tokens) and with f32 arithmetic on the device (all tokens); more than the tier's tolerance is an error.
+
+Examples:
+  wgmoe bench layer
+  wgmoe bench layer --tokens 1,64,4096 --adapters 0,8 --profile
+  wgmoe bench layer --tokens 256 --adapters 4 --rank 8,32,128 --loaded 64 --routing zipf:1.2
+  wgmoe bench layer --shape mixtral-8x7b --svg roofline.svg --format json")]
+pub struct Options {
+    /// Sizes: qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b, tiny, or a folder with config.json [default: qwen3-30b-a3b, tiny on a
+    /// software device]
+    #[arg(long, value_name = "NAME|DIR")]
+    shape: Option<String>,
+    /// Tokens of a batch
+    #[arg(long, value_name = "T,...", value_delimiter = ',', default_value = "1,4,16,64,256,1024,4096")]
+    tokens: Vec<usize>,
+    /// Adapters mixed over the tokens, 0 for none
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0,8")]
+    adapters: Vec<usize>,
+    /// Ranks that the adapters take in turn
+    #[arg(long, value_name = "R,...", value_delimiter = ',', default_value = "16")]
+    rank: Vec<usize>,
+    /// Adapters that are resident, also where fewer are in the batch [default: as many as are used]
+    #[arg(long, value_name = "N")]
+    loaded: Option<usize>,
+    /// How tokens are spread over experts: uniform, zipf:S or one-expert
+    #[arg(long, value_name = "MIX", default_value_t = Routing::Uniform)]
+    routing: Routing,
+    /// Storage type of the weights
+    #[arg(long, value_enum, default_value_t = Stored::Bf16, value_name = "TYPE")]
+    dtype: Stored,
+    /// Also show the time of every dispatch
+    #[arg(long)]
+    profile: bool,
+    /// A table, or one JSON object
+    #[arg(long, value_enum, default_value_t = Format::Table, value_name = "FORMAT")]
+    format: Format,
+    /// Also draw the roofline
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    #[command(flatten)]
+    device: Device,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Stored {
+    Bf16,
+    F16,
+    F32,
+}
+
+const RUNS: usize = 21;
+/// Sets of tokens that runs take in turn.
+const INPUTS: usize = 4;
+/// How long the device works before it is timed: an idle one lowers its clock.
+const WARM_UP: Duration = Duration::from_millis(150);
+/// Tokens that the CPU computes, too.
+const COMPARED: usize = 2;
+/// Tolerance of the output over its largest value: products in f32, and products with f16 operands.
+const F32_TOLERANCE: f32 = 1e-4;
+const F16_TOLERANCE: f32 = 2e-3;
+
+pub fn run(options: &Options) -> anyhow::Result<()> {
+    options.check()?;
+    if let Some(path) = &options.svg {
+        // Before minutes of work, not after them.
+        std::fs::write(path, "").with_context(|| format!("--svg `{}`", path.display()))?;
+    }
+    let gpu = options.device.open()?;
+    if !gpu.device().features().contains(wgpu::Features::TIMESTAMP_QUERY) {
+        anyhow::bail!("device `{}` has no timestamps to measure with", gpu.info().name);
+    }
+    let inside = gpu.device().features().contains(wgpu::Features::TIMESTAMP_QUERY_INSIDE_PASSES);
+    if options.profile && !inside {
+        anyhow::bail!("--profile: device `{}` has no timestamps inside passes", gpu.info().name);
+    }
+    let small = if gpu.info().software { "tiny" } else { "qwen3-30b-a3b" };
+    let shape = Shape::parse(options.shape.as_deref().unwrap_or(small))?;
+    let dtype = match options.dtype {
+        Stored::Bf16 => DType::Bf16,
+        Stored::F16 => DType::F16,
+        Stored::F32 => DType::F32,
+    };
+    let most = options.adapters.iter().copied().max().unwrap_or(0);
+    let ranks: Vec<usize> =
+        (0..most.max(options.loaded.unwrap_or(0))).map(|i| options.rank[i % options.rank.len()]).collect();
+    let layer = Synthetic::new(&gpu, &shape, dtype, options.routing, &ranks)?;
+    let bench = Bench { gpu: &gpu, layer: &layer, ranks: &ranks };
+    let mut report = Report {
+        device: gpu.info().name.clone(),
+        driver: driver(gpu.info()),
+        tier: gpu.tier().to_string(),
+        shape: shape.name.clone(),
+        dtype: dtype.name().to_owned(),
+        routing: options.routing.to_string(),
+        limits: Limits::measure(&gpu)?,
+        rows: Vec::new(),
+    };
+    for &tokens in &options.tokens {
+        for &adapters in &options.adapters {
+            report.rows.push(bench.row(tokens, adapters, options.profile, &report.limits)?);
+        }
+    }
+    if let Some(path) = &options.svg {
+        std::fs::write(path, roofline::draw(&report)).with_context(|| format!("--svg `{}`", path.display()))?;
+    }
+    let mut out = std::io::stdout().lock();
+    match options.format {
+        Format::Json => writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?,
+        Format::Table => writeln!(out, "{}", report.text())?,
+    }
+    let allowed = if gpu.capabilities().matrix { F16_TOLERANCE } else { F32_TOLERANCE };
+    match report.rows.iter().find(|row| row.off_cpu.max(row.off_f32) > allowed) {
+        Some(row) => anyhow::bail!(
+            "{} tokens, {} adapters: the output is off by {:.1e} of its largest value, expected {allowed:.0e} or less",
+            row.tokens,
+            row.adapters,
+            row.off_cpu.max(row.off_f32)
+        ),
+        None => Ok(()),
+    }
+}
+
+impl Options {
+    fn check(&self) -> anyhow::Result<()> {
+        for (name, values, least) in
+            [("--tokens", &self.tokens, 1), ("--rank", &self.rank, 1), ("--adapters", &self.adapters, 0)]
+        {
+            if values.is_empty() || values.iter().any(|n| *n < least || *n > 1 << 16) {
+                return Err(usage(format!("{name}: expected numbers from {least} to {}", 1 << 16)));
+            }
+        }
+        if self.rank.iter().any(|rank| *rank > wgmoe::adapter::MAX_RANK) {
+            return Err(usage(format!("--rank: expected {} or less", wgmoe::adapter::MAX_RANK)));
+        }
+        Ok(())
+    }
+}
+
+struct Bench<'a> {
+    gpu: &'a Gpu,
+    layer: &'a Synthetic,
+    ranks: &'a [usize],
+}
+
+/// A batch on the device.
+struct Input {
+    x: View,
+    mapping: View,
+}
+
+/// What some runs gave.
+struct Measured {
+    us: f64,
+    stages: Vec<Stage>,
+    /// `[T, D]` of the first tokens.
+    out: Vec<f32>,
+    /// `[T, A]` of the same.
+    ids: Vec<i32>,
+}
+
+impl Bench<'_> {
+    fn row(&self, tokens: usize, adapters: usize, profile: bool, limits: &Limits) -> anyhow::Result<Row> {
+        let MoeShape { experts, top_k, hidden: d, expert_width: f } = self.layer.layer.shape;
+        let measured = self.measure(self.gpu, tokens, adapters, RUNS, false)?;
+        let stages = if profile { self.measure(self.gpu, tokens, adapters, RUNS, true)?.stages } else { Vec::new() };
+        let caps = self.gpu.capabilities();
+        let off_f32 = if caps.matrix {
+            // The same layer in f32 arithmetic.
+            let gpu = self.gpu.with_capabilities(Capabilities { matrix: false, ..caps.clone() });
+            difference(&measured.out, &self.measure(&gpu, tokens, adapters, 0, false)?.out)
+        } else {
+            0.0
+        };
+        let off_cpu = self.compare(&measured.out, tokens, adapters)?;
+
+        let slots: Vec<Option<usize>> = (0..tokens).map(|t| slot(t, 0, adapters)).collect();
+        let t = touched(&measured.ids, top_k, &slots, self.ranks);
+        let pairs = tokens * top_k;
+        let size = self.layer.gate_up.dtype.size();
+        // A projection of one expert has 3·D·F weights, an adapter of rank R 3·R·(D + F), stored in two bytes each.
+        let factor = 3 * (d + f);
+        let bytes = t.experts * 3 * d * f * size + experts * d * 2 + tokens * d * 8 + t.adapter_ranks * factor * 2;
+        let macs = pairs * 3 * d * f + tokens * experts * d + t.pair_ranks * factor;
+        let (least_us, memory) = limits.least(bytes as f64, macs as f64);
+        let tile = if caps.matrix { matrix::tile(pairs, experts) } else { rows::tile(pairs, experts) };
+        let tile_rows_a_pair = match tile {
+            Some(tile) => {
+                let mut counts = vec![0usize; experts];
+                measured.ids.iter().filter(|id| **id >= 0).for_each(|id| counts[*id as usize] += 1);
+                counts.iter().map(|n| n.next_multiple_of(tile)).sum::<usize>() as f64 / pairs as f64
+            }
+            None => 1.0,
+        };
+        let mut used: Vec<usize> = self.ranks.iter().take(adapters).copied().collect();
+        used.sort_unstable();
+        used.dedup();
+        Ok(Row {
+            tokens,
+            adapters,
+            ranks: used,
+            us: measured.us,
+            experts: t.experts,
+            most_pairs: t.most_pairs,
+            bytes: bytes as f64,
+            macs: macs as f64,
+            tile_rows_a_pair,
+            least_us,
+            bound: if memory { "memory" } else { "arithmetic" },
+            off_cpu,
+            off_f32,
+            stages,
+        })
+    }
+
+    /// The largest difference to the CPU for a few tokens, over the largest value.
+    fn compare(&self, out: &[f32], tokens: usize, adapters: usize) -> anyhow::Result<f32> {
+        let d = self.layer.layer.shape.hidden;
+        let x = routing::tokens(tokens, d, seed(0));
+        // From both ends, so that a tile's padding is near.
+        let order = (0..tokens).flat_map(|i| [i, tokens - 1 - i]).take(tokens);
+        let clear = order.filter_map(|t| Some((t, oracle::token(self.layer, &x[t * d..][..d], slot(t, 0, adapters))?)));
+        let off = clear.take(COMPARED.min(tokens)).map(|(t, expected)| difference(&out[t * d..][..d], &expected));
+        off.reduce(f32::max).context("no token chooses its experts clearly enough to be compared")
+    }
+
+    fn inputs(&self, tokens: usize, adapters: usize) -> anyhow::Result<Vec<Input>> {
+        let d = self.layer.layer.shape.hidden;
+        let storage = |bytes: &[u8]| -> anyhow::Result<View> {
+            let buffer = self.gpu.buffer("bench", bytes.len() as u64, wgpu::BufferUsages::empty())?;
+            self.gpu.queue().write_buffer(&buffer, 0, bytes);
+            Ok(View::whole(&buffer))
+        };
+        (0..INPUTS)
+            .map(|i| {
+                let rows = routing::tokens(tokens, d, seed(i));
+                let slots: Vec<i32> = (0..tokens).map(|t| slot(t, i, adapters).map_or(-1, |s| s as i32)).collect();
+                Ok(Input { x: storage(bytemuck::cast_slice(&rows))?, mapping: storage(bytemuck::cast_slice(&slots))? })
+            })
+            .collect()
+    }
+
+    /// Median time of the whole layer over runs with rotating tokens, and its output for the first tokens. The device never
+    /// waits between runs.
+    fn measure(
+        &self,
+        gpu: &Gpu,
+        tokens: usize,
+        adapters: usize,
+        runs: usize,
+        profile: bool,
+    ) -> anyhow::Result<Measured> {
+        let layer = &self.layer.layer;
+        let MoeShape { top_k, hidden: d, .. } = layer.shape;
+        let storage = |bytes: usize| -> anyhow::Result<View> {
+            Ok(View::whole(&gpu.buffer("bench", bytes as u64, wgpu::BufferUsages::empty())?))
+        };
+        let (out, status) = (storage(tokens * d * 4)?, storage(4)?);
+        let inputs = self.inputs(tokens, adapters)?;
+        let used = &self.ranks[..adapters];
+        let times = Times::new(gpu, runs.max(1));
+        let mut rec = Recording::new(gpu);
+        let mut once = |times: Option<(&Times, usize)>, i: usize| -> anyhow::Result<(Vec<String>, View)> {
+            let input = &inputs[i % INPUTS];
+            let batch = LoraBatch {
+                token_lora_mapping: input.mapping.clone(),
+                slots: self.ranks.len(),
+                adapters: adapters.min(tokens),
+                max_rank: used.iter().copied().max().unwrap_or(0).next_multiple_of(8),
+                aligned: None,
+            };
+            rec.reset();
+            if let Some((times, run)) = times.filter(|_| profile) {
+                rec.profile(times.stages(run), STAGES as usize);
+            }
+            let mut encoder = gpu.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+            let routed = {
+                let timestamp_writes = times.map(|(times, run)| times.pass(run));
+                let mut pass =
+                    encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label: None, timestamp_writes });
+                let (sites, factors) = self.layer.pool.layer(0);
+                let lora = (adapters > 0).then_some((&batch, sites, factors));
+                let x = &input.x;
+                let tensors = MoeTensors { tokens, x, out: &out, accumulate: false, status: &status, lora };
+                let routed = layer.route(&mut rec, &mut pass, &tensors)?;
+                layer.experts(&mut rec, &mut pass, &tensors, &routed)?;
+                routed
+            };
+            rec.flush();
+            gpu.queue().submit([encoder.finish()]);
+            Ok((rec.profiled(), routed.topk_ids))
+        };
+        // Compiles shaders, then keeps the device busy until its clock is up.
+        let (_, topk_ids) = once(None, 0)?;
+        let out = bytemuck::pod_collect_to_vec(&gpu.read(&out.buffer, 0, (tokens * d * 4) as u64)?);
+        let ids = bytemuck::pod_collect_to_vec(&gpu.read(&topk_ids.buffer, 0, (tokens * top_k * 4) as u64)?);
+        if runs == 0 {
+            return Ok(Measured { us: 0.0, stages: Vec::new(), out, ids });
+        }
+        let begin = Instant::now();
+        while begin.elapsed() < WARM_UP {
+            for i in 0..INPUTS {
+                once(None, i)?;
+            }
+            gpu.device().poll(wgpu::PollType::wait_indefinitely())?;
+        }
+        let mut labels = Vec::new();
+        for run in 0..runs {
+            (labels, _) = once(Some((&times, run)), run)?;
+        }
+        let (us, parts) = times.medians(gpu, &labels)?;
+        let stages = labels.into_iter().zip(parts).map(|(stage, us)| Stage { stage, us }).collect();
+        Ok(Measured { us, stages, out, ids })
+    }
+}
+
+/// Seed of a set of tokens.
+fn seed(input: usize) -> u32 {
+    1000 + input as u32
+}
+
+/// The adapter of a token.
+fn slot(token: usize, input: usize, adapters: usize) -> Option<usize> {
+    (adapters > 0).then(|| (token * 5 + input) % adapters)
+}
+
+/// Largest difference over the largest value expected; infinite where there is none, or a NaN.
+fn difference(got: &[f32], expected: &[f32]) -> f32 {
+    let largest = expected.iter().fold(0f32, |m, v| m.max(v.abs()));
+    let off = |(g, e): (&f32, &f32)| if (g - e).is_nan() { f32::INFINITY } else { (g - e).abs() };
+    let most = got.iter().zip(expected).map(off).fold(0f32, f32::max);
+    if largest > 0.0 { most / largest } else { f32::INFINITY }
+}
