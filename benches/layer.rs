@@ -17,7 +17,7 @@ use wgmoe::dtype::DType;
 use wgmoe::family::Family;
 use wgmoe::kernels::{Recording, View};
 use wgmoe::layer::{LoraBatch, MoeLayer, MoeTensors};
-use wgmoe::placement::ExpertShare;
+use wgmoe::placement::{ExpertShare, RankShare};
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::router::RouteOptions;
 use wgmoe::shape::MoeShape;
@@ -122,7 +122,9 @@ impl Bench {
         };
         up.run(&StreamOptions::default(), &mut |_, _| {}).expect("a device");
         let share = ExpertShare::whole(experts, f).expect("one rank");
-        let sites = LayerSites::new(&config(shape), MlpKind::Experts, &share, ADAPTERS);
+        let config = config(shape);
+        let held = RankShare::of_experts(&config, share.clone());
+        let sites = LayerSites::new(&config, MlpKind::Experts, &held, ADAPTERS);
         let mut pool = AdapterPool::new(gpu, vec![(sites, Some(share))], ADAPTERS).expect("room");
         for a in 0..ADAPTERS {
             let adapter = adapter(shape, a as u64);

@@ -1,11 +1,13 @@
-//! Which rank holds which expert, and under which local number: the only place that knows.
+//! Which rank holds which expert, and under which local number, and which heads: the only place that knows.
 
+mod heads;
 mod rule;
 mod share;
 mod topology;
 
+pub use heads::{HeadShare, Heads};
 pub use rule::PlacementRule;
-pub use share::ExpertShare;
+pub use share::{ExpertShare, RankShare};
 pub use topology::Topology;
 
 use crate::error::{Error, ErrorKind, Result};

@@ -9,7 +9,7 @@ mod gpu_run;
 mod moe;
 
 use common::{Rng, rel_err, tolerance};
-use moe::{Batch, SHAPE, Twin, adapter, adapter_of, biased, cut, forward, pin};
+use moe::{Batch, SHAPE, Twin, adapter, adapter_of, biased, cut, forward, pin, rank_share};
 use wgmoe::adapter::pool::AdapterId;
 use wgmoe::adapter::{Factor, Site};
 use wgmoe::dtype::DType;
@@ -126,7 +126,7 @@ fn an_adapter_cut_while_it_was_read_gives_the_bits_of_one_cut_by_the_pool() {
             let [mut whole, mut reduced] = [twin.pool(&gpu, 2), twin.pool(&gpu, 2)];
             for (i, adapter) in adapters.iter().enumerate() {
                 pin(&mut whole, i as u64, adapter);
-                pin(&mut reduced, i as u64, &cut(adapter, &share));
+                pin(&mut reduced, i as u64, &cut(shape, adapter, &share));
             }
             assert_eq!(whole.bytes(), reduced.bytes());
             for tokens in TOKENS {
@@ -161,12 +161,20 @@ fn adapters_that_do_not_fit_the_rank_are_refused_with_a_reason() {
     let cases = [
         (
             "an expert of another rank",
-            changed(cut(&whole(&[Site::ExpertUp]), &share), &|f| f.expert = (f.expert + 1) % 8),
+            changed(cut(shape, &whole(&[Site::ExpertUp]), &share), &|f| f.expert = (f.expert + 1) % 8),
             "expected an expert of this rank",
         ),
-        ("another rank's part", cut(&whole(&EXPERT_SITES), &other), "another part of the experts"),
-        ("whole factors called cut", Adapter { share: Some(share.clone()), ..whole(&[Site::ExpertUp]) }, "B [6, 4]"),
-        ("cut factors called whole", Adapter { share: None, ..cut(&whole(&[Site::ExpertUp]), &share) }, "[12, 4]"),
+        ("another rank's part", cut(shape, &whole(&EXPERT_SITES), &other), "another part of the experts"),
+        (
+            "whole factors called cut",
+            Adapter { share: Some(rank_share(shape, &share)), ..whole(&[Site::ExpertUp]) },
+            "B [6, 4]",
+        ),
+        (
+            "cut factors called whole",
+            Adapter { share: None, ..cut(shape, &whole(&[Site::ExpertUp]), &share) },
+            "[12, 4]",
+        ),
         ("another width", adapter_of(SHAPE, 89, 4, DType::F32, &[Site::ExpertDown], false), "A [4, 12]"),
         ("no such layer", changed(whole(&[Site::Q]), &|f| f.layer = 1), "layer 1 Q 0: the model has no such layer"),
         ("no such expert", changed(whole(&[Site::ExpertUp]), &|f| f.expert += 1), "expected an expert below 8"),

@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use wgmoe::adapter::{Adapter, Factor, Matrix, Site};
 use wgmoe::dtype::DType;
 use wgmoe::family::Family;
-use wgmoe::placement::{ExpertShare, PlacementRule, Topology};
+use wgmoe::placement::{HeadShare, Heads, PlacementRule, RankShare, Topology};
 use wgmoe::{ErrorKind, ModelConfig};
 
 fn decoded(m: &Matrix) -> Values {
@@ -41,10 +41,10 @@ const WORLDS: [[usize; 2]; 11] =
 /// Canonical A and B by layer, site and expert.
 type Factors = HashMap<(usize, Site, usize), (Values, Values)>;
 
-/// The factors of a whole group of ranks, put together from their parts; `None` when the parts do not go together.
+/// The factors of a whole group of ranks but for those of attention, put together from their parts; `None` when the parts do not go together.
 fn joined(parts: &[Adapter]) -> Option<Factors> {
     let mut all = HashMap::new();
-    for f in parts.iter().flat_map(|part| &part.factors) {
+    for f in parts.iter().flat_map(|part| &part.factors).filter(|f| f.site != Site::O) {
         let (a, b) = (decoded(&f.a), decoded(&f.b));
         let Some((old_a, old_b)) = all.get_mut(&f.place()) else {
             all.insert(f.place(), (a, b));
@@ -94,7 +94,7 @@ fn every_layout_decodes_to_its_canonical_factors() {
             table.holds(&case, scaled, "scale or rank");
             let n_bytes: usize = layout.tensors.iter().map(|t| t.bytes.len()).sum();
             table.holds(&case, adapter.bytes_read == n_bytes as u64, (adapter.bytes_read, n_bytes));
-            table.holds(&case, layout.bytes(&(0..E).collect::<Vec<_>>(), F) == n_bytes as u64, "bytes of the case");
+            table.holds(&case, layout.bytes(&(0..E).collect::<Vec<_>>(), F, 2) == n_bytes as u64, "bytes of the case");
         }
     }
     table.finish();
@@ -108,14 +108,17 @@ fn a_rank_reads_its_own_elements_and_nothing_else() {
             let dir = written(&layout, torch);
             for (world, rule) in WORLDS.into_iter().flat_map(|w| rules(w[1]).map(|rule| (w, rule))) {
                 for rank in 0..world[0] {
-                    let share = share(&rule, world, rank);
+                    let share = share(&layout.model, &rule, world, rank);
                     let got = Adapter::open_for(dir.path(), &layout.model, &share).unwrap();
-                    let want = layout.bytes(&share.placement().owned(), share.width().len());
+                    let want = {
+                        let (experts, heads) = (&share.experts, if world[0] == 2 { 1 } else { 2 });
+                        layout.bytes(&experts.placement().owned(), experts.width().len(), heads)
+                    };
                     let case = format!("{}, torch {torch}, {world:?}, {rule:?}, rank {rank}", layout.name);
                     table.holds(&case, got.bytes_read == want, (got.bytes_read, want));
                     let held: u64 = held_bytes(&got);
                     table.holds(&case, held == want, ("held", held, want));
-                    let owned = |f: &&Factor| is_routed(f) && share.placement().local(f.expert).is_none();
+                    let owned = |f: &&Factor| is_routed(f) && share.experts.placement().local(f.expert).is_none();
                     table.holds(&case, !got.factors.iter().any(|f| owned(&f)), "another's expert");
                     table.holds(&case, got.share.as_ref() == Some(&share), "the share");
                 }
@@ -145,8 +148,9 @@ fn the_ranks_of_a_group_have_together_what_the_file_holds() {
             let mut found = Vec::new();
             for group in 0..ep {
                 let ranks = group * (tp / ep)..(group + 1) * (tp / ep);
-                let parts =
-                    ranks.map(|r| Adapter::open_for(dir.path(), &layout.model, &share(&rule, world, r)).unwrap());
+                let parts = ranks.map(|r| {
+                    Adapter::open_for(dir.path(), &layout.model, &share(&layout.model, &rule, world, r)).unwrap()
+                });
                 let parts: Vec<_> = parts.collect();
                 let case = format!("{}, {world:?}, {rule:?}, group {group}", layout.name);
                 let Some(joined) = joined(&parts) else {
@@ -155,15 +159,18 @@ fn the_ranks_of_a_group_have_together_what_the_file_holds() {
                 };
                 let placement = rule.place(E, Topology::new(Some(tp), Some(ep), group * (tp / ep)).unwrap()).unwrap();
                 let ours = |f: &&Factor| !is_routed(f) || placement.local(f.expert).is_some();
+                let ours = |f: &&Factor| f.site != Site::O && ours(f);
                 let want: Factors =
                     whole.factors.iter().filter(ours).map(|f| (f.place(), (decoded(&f.a), decoded(&f.b)))).collect();
                 table.holds(&case, joined == want, (joined.len(), want.len()));
                 found.extend(joined.into_keys());
             }
-            let all = whole.factors.iter().all(|f| found.contains(&f.place()));
+            let all = whole.factors.iter().all(|f| f.site == Site::O || found.contains(&f.place()));
             table.holds(&format!("{}, {world:?}, {rule:?}", layout.name), all, "no group has it");
         }
-        let all = Adapter::open_for(dir.path(), &layout.model, &ExpertShare::whole(E, F).unwrap()).unwrap();
+        let all =
+            Adapter::open_for(dir.path(), &layout.model, &share(&layout.model, &PlacementRule::Linear, [1, 1], 0))
+                .unwrap();
         let same = |a: &Factor, b: &Factor| {
             (a.place(), a.rank, a.scale.to_bits()) == (b.place(), b.rank, b.scale.to_bits()) && a.a == b.a && a.b == b.b
         };
@@ -219,7 +226,7 @@ fn a_bias_follows_its_outputs_and_that_of_down_is_added_once() {
             let mut ups: HashMap<usize, Vec<f32>> = HashMap::new();
             let mut downs: HashMap<usize, usize> = HashMap::new();
             for rank in group * (tp / ep)..(group + 1) * (tp / ep) {
-                let share = share(&rule, world, rank);
+                let share = share(&model, &rule, world, rank);
                 let part = Adapter::open_for(dir.path(), &model, &share).unwrap();
                 let held = held_bytes(&part);
                 table.holds(&format!("{world:?} {rank}"), part.bytes_read == held, (part.bytes_read, held));
@@ -245,7 +252,6 @@ fn a_bias_follows_its_outputs_and_that_of_down_is_added_once() {
 #[test]
 fn ranks_agree_on_what_they_refuse() {
     let mut table = Table::default();
-    let share = share(&PlacementRule::Linear, [4, 4], 0);
     let spoiled = |layout: &Layout, spoil: &dyn Fn(&mut Vec<Tensor>)| {
         let mut tensors = layout.tensors.clone();
         spoil(&mut tensors);
@@ -255,6 +261,7 @@ fn ranks_agree_on_what_they_refuse() {
         ])
     };
     let layout = layouts().remove(0);
+    let share = share(&layout.model, &PlacementRule::Linear, [4, 4], 0);
     // Expert 6 belongs to the last rank.
     let name = "base_model.model.model.layers.0.mlp.experts.6.up_proj.lora_A.weight";
     let wrong = spoiled(&layout, &|tensors| {
@@ -272,13 +279,94 @@ fn ranks_agree_on_what_they_refuse() {
         };
         tensors.extend([part("A", [E, R, D]), part("B", [E, F, R])]);
     });
-    let open = |dir: &Path, model: &ModelConfig, share: &ExpertShare| Adapter::open_for(dir, model, share);
+    let open = |dir: &Path, model: &ModelConfig, share: &RankShare| Adapter::open_for(dir, model, share);
     let parts = ["adapter_model.safetensors", "experts.6.up_proj", "[3, 24]"];
     table.fails("another's tensor", open(wrong.path(), &layout.model, &share), ErrorKind::Adapter, &parts);
     let parts = ["adapter_model.safetensors", "ExpertUp", "both fused"];
     table.fails("twice", open(twice.path(), &layout.model, &share), ErrorKind::Adapter, &parts);
-    let other = ExpertShare::whole(E, F + 1).unwrap();
+    let mut wider = layout.model.clone();
+    wider.moe.expert_width = F + 1;
+    let other = RankShare::new(&wider, &PlacementRule::Linear, Topology::default()).unwrap();
     let parts = ["expected a share of 7 experts of width 13", "width 14"];
     table.fails("another model", open(wrong.path(), &layout.model, &other), ErrorKind::Config, &parts);
+    let heads = HeadShare::whole(Heads { heads: 4, ..Heads::of(&layout.model) });
+    let other = RankShare { heads, ..share };
+    let parts = ["expected a share of 2 heads of 8, 1 for keys and values", "got one of 4 heads"];
+    table.fails("other heads", open(wrong.path(), &layout.model, &other), ErrorKind::Config, &parts);
+    table.finish();
+}
+
+/// Pairs with a bias on every projection of attention in layer 0.
+fn biased_attention(model: &ModelConfig) -> (serde_json::Value, Vec<Tensor>) {
+    let (q, kv) = (model.heads * model.head_dim, model.kv_heads * model.head_dim);
+    let mut tensors = Vec::new();
+    for (i, (name, out, inn)) in [("q", q, D), ("k", kv, D), ("v", kv, D), ("o", D, q)].into_iter().enumerate() {
+        let module = format!("model.layers.0.self_attn.{name}_proj");
+        tensors.extend(pair(&module, &values(R, inn, 10 * i), &values(out, R, 10 * i + 1)));
+        let name = format!("base_model.model.{module}.lora_B.bias");
+        let bytes = DType::F32.encode(&values(out, 1, 10 * i + 2).2);
+        tensors.push(Tensor { name, dtype: "F32".to_owned(), shape: vec![out], bytes });
+    }
+    (json!({"peft_type": "LORA", "r": R, "lora_alpha": 6, "lora_bias": true}), tensors)
+}
+
+/// Rows `range` of a matrix.
+fn rows_of(m: &Values, range: &std::ops::Range<usize>) -> Values {
+    (range.len(), m.1, m.2[range.start * m.1..range.end * m.1].to_vec())
+}
+
+/// Columns `range` of a matrix.
+fn columns_of(m: &Values, range: &std::ops::Range<usize>) -> Values {
+    (m.0, range.len(), (0..m.0).flat_map(|r| m.2[r * m.1..][range.clone()].to_vec()).collect())
+}
+
+#[test]
+fn attention_is_cut_by_heads_and_the_bias_of_its_output_is_added_once() {
+    let mut table = Table::default();
+    for (heads, kv_heads, tp) in
+        [(8, 2, 2), (8, 2, 4), (8, 2, 8), (4, 4, 2), (4, 4, 3), (12, 6, 4), (12, 4, 12), (2, 1, 16)]
+    {
+        let mut model = model(Family::Qwen3Moe);
+        (model.heads, model.kv_heads) = (heads, kv_heads);
+        let (config, tensors) = biased_attention(&model);
+        for torch in [false, true] {
+            let weights = if torch { torch_save(&tensors) } else { encode(&tensors) };
+            let file = if torch { "adapter_model.bin" } else { "adapter_model.safetensors" };
+            let dir = folder(&[("adapter_config.json", config.to_string().into()), (file, weights)]);
+            let whole = Adapter::open(dir.path(), &model).unwrap();
+            let splits = [(8, 2), (4, 4), (12, 4)].contains(&(heads, kv_heads)) && tp != 3;
+            let mut biased = 0;
+            for rank in 0..tp {
+                let case = format!("{heads} heads, {kv_heads} kv, tp {tp}, rank {rank}, torch {torch}");
+                let n = if splits { tp } else { 1 };
+                let (place, each) = (if splits { rank } else { 0 }, heads / n);
+                let q = place * each * 8..(place + 1) * each * 8;
+                // The first and last key head that the queries need.
+                let of = |head: usize| head * kv_heads / heads;
+                let kv = of(place * each) * 8..(of((place + 1) * each - 1) + 1) * 8;
+                let part = Adapter::open_for(dir.path(), &model, &share(&model, &PlacementRule::Linear, [tp, 1], rank));
+                let part = part.unwrap();
+                let held = held_bytes(&part);
+                table.holds(&case, part.bytes_read == held, (part.bytes_read, held));
+                table.holds(&case, part.factors.len() == 4, part.factors.len());
+                for (f, all) in part.factors.iter().zip(&whole.factors) {
+                    let (a, b, bias) = (decoded(&f.a), decoded(&f.b), f.bias.as_ref().map(|m| decoded(m)));
+                    let (all_a, all_b) = (decoded(&all.a), decoded(&all.b));
+                    let all_bias = decoded(all.bias.as_ref().unwrap());
+                    let right = if f.site == Site::O {
+                        biased += usize::from(bias.is_some());
+                        let first = bias == (q.start == 0).then_some(all_bias);
+                        first && (a, b) == (columns_of(&all_a, &q), all_b)
+                    } else {
+                        let rows = if f.site == Site::Q { &q } else { &kv };
+                        bias == Some(rows_of(&all_bias, rows)) && (a, b) == (all_a, rows_of(&all_b, rows))
+                    };
+                    table.holds(&case, right, f.site);
+                }
+            }
+            let want = if splits { 1 } else { tp };
+            table.holds(&format!("{heads} heads, {kv_heads} kv, tp {tp}"), biased == want, biased);
+        }
+    }
     table.finish();
 }

@@ -10,7 +10,7 @@ use files::layouts::{pair, values};
 use files::{encode, folder};
 use serde_json::Value;
 use wgmoe::adapter::Adapter;
-use wgmoe::placement::{ExpertShare, PlacementRule, Topology};
+use wgmoe::placement::{PlacementRule, RankShare, Topology};
 use wgmoe::{ErrorKind, ModelConfig};
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
@@ -70,7 +70,14 @@ fn ranks_share_the_experts_out_and_read_the_rest_each() {
             let experts = whole["ranks"][0]["roles"]["expert_payload"]["read_bytes"].as_u64().unwrap();
             assert_eq!(sum(&report, "expert_payload", "read_bytes"), experts, "tp {tp} ep {ep}");
             let attention = whole["ranks"][0]["roles"]["attention"]["read_bytes"].as_u64().unwrap();
-            assert_eq!(sum(&report, "attention", "read_bytes"), ranks * attention);
+            // Four heads, two of keys and values: two ranks share out all, four have each key head twice, others have all.
+            let times = match tp {
+                "2" => attention,
+                "4" => attention / 3 * 4,
+                _ => ranks * attention,
+            };
+            assert_eq!(sum(&report, "attention", "read_bytes"), times, "tp {tp} ep {ep}");
+            assert_eq!(sum(&report, "router", "read_bytes"), ranks * sum(&whole, "router", "read_bytes"));
             for rank in report["ranks"].as_array().unwrap() {
                 let all = rank["read_bytes"].as_u64().unwrap() + rank["skipped_bytes"].as_u64().unwrap();
                 assert_eq!(all, report["model"]["bytes"].as_u64().unwrap());
@@ -102,6 +109,32 @@ fn adapters_are_listed_with_their_sites_and_a_wrong_one_is_a_problem() {
 }
 
 #[test]
+fn heads_are_shared_out_under_tp_alone() {
+    let attention = |args: &[&str]| {
+        let report = json(&[&[tiny().as_str(), "--all-ranks"], args].concat());
+        let ranks = report["ranks"].as_array().unwrap().iter();
+        let heads =
+            |rank: &serde_json::Value| [&rank["heads"], &rank["kv_heads"]].map(|r| r["start"].as_u64().unwrap());
+        let held = ranks.map(|rank| (heads(rank), rank["roles"]["attention"].clone()));
+        (report["attention_tp"].as_u64().unwrap(), held.collect::<Vec<_>>())
+    };
+    let whole = 3 * 2 * 64 * 24 * 2 * 6;
+    let (degree, ranks) = attention(&["--tp", "4", "--ep", "2"]);
+    assert_eq!((degree, ranks.len()), (4, 4));
+    for (rank, (first, role)) in ranks.iter().enumerate() {
+        // One query head of four, beside one key head of two.
+        assert_eq!(*first, [rank as u64, rank as u64 / 2]);
+        assert_eq!([&role["read_bytes"], &role["resident_bytes"]], [whole / 3; 2], "rank {rank}");
+        assert_eq!(role["skipped_bytes"], whole - whole / 3);
+    }
+    for args in [&["--ep", "4"][..], &["--tp", "3"]] {
+        for (first, role) in attention(args).1 {
+            assert_eq!((first, &role["read_bytes"]), ([0, 0], &serde_json::json!(whole)), "{args:?}");
+        }
+    }
+}
+
+#[test]
 fn a_rank_holds_of_an_adapter_what_it_reads_of_it() {
     let dir = format!("{}/adapters/experts3d", tiny());
     let config = ModelConfig::open(Path::new(&tiny())).unwrap();
@@ -110,7 +143,7 @@ fn a_rank_holds_of_an_adapter_what_it_reads_of_it() {
         let report = json(&[&tiny(), "--lora", &dir, "--tp", &tp_text, "--ep", &ep_text, "--all-ranks"]);
         for rank in 0..tp {
             let topology = Topology::new(Some(tp), Some(ep), rank).unwrap();
-            let share = ExpertShare::new(&PlacementRule::Linear, topology, 8, 40).unwrap();
+            let share = RankShare::new(&config, &PlacementRule::Linear, topology).unwrap();
             let want = Adapter::open_for(Path::new(&dir), &config, &share).unwrap().bytes_read;
             assert_eq!(report["adapters"][0]["bytes_by_rank"][rank], want, "tp {tp} ep {ep} rank {rank}");
         }

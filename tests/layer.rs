@@ -144,8 +144,10 @@ fn partial_sums_of_all_ranks_add_up_to_the_whole_layer() {
                         let topology = Topology::new(Some(*tp), Some(*ep), rank).unwrap();
                         let share = ExpertShare::new(rule, topology, shape.experts, shape.expert_width).unwrap();
                         // Every second rank cuts its adapters while it reads them, the others in the pool.
-                        let read: Vec<Adapter> =
-                            adapters.iter().map(|a| if rank % 2 == 0 { a.clone() } else { cut(a, &share) }).collect();
+                        let read: Vec<Adapter> = adapters
+                            .iter()
+                            .map(|a| if rank % 2 == 0 { a.clone() } else { cut(shape, a, &share) })
+                            .collect();
                         let twin = Twin::of(&gpu, dtype, shape, share);
                         let (part, status) = forward(&gpu, &twin.device, Some(&loaded(&gpu, &twin, &read)), &batch);
                         if status != 0 {

@@ -19,10 +19,11 @@ use serde_json::json;
 use tempfile::TempDir;
 use wgmoe::checkpoint::Block;
 use wgmoe::dtype::DType;
+use wgmoe::family::class::Group;
 use wgmoe::layer::MoeTensors;
 use wgmoe::placement::{PlacementRule, Topology};
 use wgmoe::plan::capabilities::Capabilities;
-use wgmoe::plan::read::{ExpertLayout, ReadPlan, ScalePolicy};
+use wgmoe::plan::read::{ReadPlan, ScalePolicy, StoredLayout};
 use wgmoe::plan::resident::{self, Stack};
 use wgmoe::upload::{StreamOptions, Uploader};
 use wgmoe::{Checkpoint, ErrorKind, Gpu, LoadOptions, Model};
@@ -88,6 +89,16 @@ fn rules(groups: usize) -> Vec<PlacementRule> {
     vec![PlacementRule::Linear, PlacementRule::RoundRobin, PlacementRule::Table(copies)]
 }
 
+/// What a rank reads of attention in all three layers: bf16 weights for 4 heads of 24, of which 2 of keys and values.
+fn attention_bytes(tp: Option<usize>) -> u64 {
+    let (heads, kv_heads) = match tp {
+        Some(2) => (2, 1),
+        Some(4) => (1, 1),
+        _ => (4, 2),
+    };
+    3 * 2 * 64 * 24 * 2 * (heads + kv_heads)
+}
+
 /// The output of one layer of a loaded model.
 fn forward(gpu: &Gpu, model: &Model, layer: usize, x: &[f32]) -> Vec<f32> {
     let out = Output::new(gpu, x.len(), f32::NAN);
@@ -108,19 +119,25 @@ fn every_rank_reads_its_share_and_the_ranks_add_up() {
         let expected = MOE_LAYERS.map(|layer| forward(&gpu, &whole, layer, &x));
         // Every format reads the same bytes, so the products are shared out thoroughly only once.
         let worlds: &[usize] = if format == "per expert" { &[1, 2, 3, 4, 8] } else { &[3, 4] };
-        for (tp, ep) in worlds.iter().flat_map(|&tp| (1..=tp).filter(move |ep| tp % ep == 0).map(move |ep| (tp, ep))) {
+        let worlds =
+            worlds.iter().flat_map(|&tp| (1..=tp).filter(move |ep| tp % ep == 0).map(move |ep| (Some(tp), ep)));
+        for (tp, ep) in worlds.chain([(None, 2), (None, 4)]) {
             for rule in rules(ep) {
-                let case = format!("{format}, tp {tp}, ep {ep}, {rule:?}");
+                let case = format!("{format}, tp {tp:?}, ep {ep}, {rule:?}");
                 let mut sums = expected.each_ref().map(|e| vec![0.0; e.len()]);
-                for rank in 0..tp {
-                    let topology = Topology::new(Some(tp), Some(ep), rank).unwrap();
+                for rank in 0..tp.unwrap_or(ep) {
+                    let topology = Topology::new(tp, Some(ep), rank).unwrap();
                     let options = LoadOptions { topology, placement: rule.clone(), ..LoadOptions::default() };
                     let before = checkpoint.bytes_read();
                     let (model, streamed) = Model::load(&gpu, &checkpoint, &options, &mut |_, _| {}).unwrap();
-                    let layout = ExpertLayout::of(checkpoint.config());
+                    let layout = StoredLayout::of(checkpoint.config());
                     let plan = ReadPlan::new(checkpoint.headers(), &layout, &rule, topology, ScalePolicy::Owned);
                     let counts = [streamed.bytes_read, checkpoint.bytes_read() - before];
-                    let planned = plan.unwrap().read_bytes();
+                    let plan = plan.unwrap();
+                    let planned = plan.read_bytes();
+                    let of_attention = plan.bills[&Group::Attention].read_bytes;
+                    let want = attention_bytes(tp);
+                    table.holds(&case, of_attention == want, format_args!("attention {of_attention}, expected {want}"));
                     table.holds(&case, counts == [planned; 2], format_args!("read {counts:?}, planned {planned}"));
                     table.holds(&case, streamed.bytes_written == model.bytes_resident(), "buffers are not full");
                     let stacks = resident::stacks(&checkpoint, &rule, topology).unwrap();

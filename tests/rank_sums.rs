@@ -5,14 +5,14 @@ mod files;
 
 use common::{Rng, TOL_F32, rel_err};
 use files::layouts::{D, E, F, Layout, R, layouts, rules, share};
-use files::{TINY, data, encode, folder};
+use files::{TINY, biased, data, encode, folder};
 use wgmoe::activation::Activation;
 use wgmoe::adapter::{Matrix, Site};
 use wgmoe::checkpoint::ExpertPart;
 use wgmoe::family::{Family, Role};
-use wgmoe::placement::{ExpertShare, PlacementRule, Topology};
-use wgmoe::plan::read::{ExpertLayout, ReadPlan, ScalePolicy};
-use wgmoe::reference::{Factors, MoeLayer, moe_layer};
+use wgmoe::placement::{ExpertShare, Heads, PlacementRule, RankShare, Topology};
+use wgmoe::plan::read::{ReadPlan, ScalePolicy, StoredLayout};
+use wgmoe::reference::{AttentionShape, Factors, MoeLayer, attention, lora, moe_layer};
 use wgmoe::router::RouteOptions;
 use wgmoe::shape::MoeShape;
 use wgmoe::{Adapter, Checkpoint};
@@ -33,7 +33,7 @@ fn read(checkpoint: &Checkpoint, plan: &ReadPlan, role: Role) -> Vec<f32> {
 /// The output of the layer on one rank, from what its plan reads and nothing else.
 fn partial(checkpoint: &Checkpoint, rule: &PlacementRule, topology: Topology, x: &[f32]) -> Vec<f32> {
     let config = checkpoint.config();
-    let layout = ExpertLayout::of(config);
+    let layout = StoredLayout::of(config);
     let plan = ReadPlan::new(checkpoint.headers(), &layout, rule, topology, ScalePolicy::Owned).unwrap();
     let placement = rule.place(config.moe.experts, topology).unwrap();
     let before = checkpoint.bytes_read();
@@ -189,9 +189,9 @@ fn partial_outputs_with_an_adapter_of_every_layout_add_up() {
             for rule in rules(ep) {
                 let mut sum = vec![0.0; whole.len()];
                 for rank in 0..tp {
-                    let share = share(&rule, [tp, ep], rank);
+                    let share = share(&layout.model, &rule, [tp, ep], rank);
                     let part = Adapter::open_for(dir.path(), &layout.model, &share).unwrap();
-                    for (total, part) in sum.iter_mut().zip(base.partial(gated, &share, &part)) {
+                    for (total, part) in sum.iter_mut().zip(base.partial(gated, &share.experts, &part)) {
                         *total += part;
                     }
                 }
@@ -203,4 +203,71 @@ fn partial_outputs_with_an_adapter_of_every_layout_add_up() {
         }
     }
     assert!(failures.is_empty(), "{failures:?}");
+}
+
+/// What the plan reads of attention and what an adapter adds to it, on one rank: `[T, D]`. Norms and positions, which concern
+/// each head alone, are left out.
+fn attention_part(checkpoint: &Checkpoint, topology: Topology, dir: &std::path::Path, x: &[f32]) -> Vec<f32> {
+    let config = checkpoint.config();
+    let (rule, layer) = (PlacementRule::Linear, LAYER);
+    let plan =
+        ReadPlan::new(checkpoint.headers(), &StoredLayout::of(config), &rule, topology, ScalePolicy::Owned).unwrap();
+    let share = RankShare::new(config, &rule, topology).unwrap();
+    let adapter = Adapter::open_for(dir, config, &share).unwrap();
+    // W·x, and what the adapter changes of it.
+    let project = |role: Role, site: Site, out: usize, inn: usize, x: &[f32]| {
+        let weights = read(checkpoint, &plan, role);
+        assert_eq!(weights.len(), out * inn, "{role:?}");
+        let values = |m: &Matrix| m.dtype.decode(&m.bytes);
+        let f = adapter.factors.iter().find(|f| f.place() == (layer, site, 0)).unwrap();
+        let (a, b, bias) = (values(&f.a), values(&f.b), f.bias.as_deref().map(values));
+        let loaded = Factors { rank: f.rank, scale: f.scale, a: &a, b: &b, bias: bias.as_deref() };
+        let mut y = vec![0.0; TOKENS * out];
+        for (x, y) in x.chunks(inn).zip(y.chunks_mut(out)) {
+            for (w, y) in weights.chunks(inn).zip(y) {
+                *y = w.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>() as f32;
+            }
+        }
+        lora(x, 1, &[0; TOKENS], &|_| Some(loaded), out, inn, &mut y, out, 0);
+        y
+    };
+    let d = config.hidden;
+    let (q_width, kv_width) = (share.heads.q_range().len(), share.heads.kv_range().len());
+    let q = project(Role::Q { layer }, Site::Q, q_width, d, x);
+    let k = project(Role::K { layer }, Site::K, kv_width, d, x);
+    let v = project(Role::V { layer }, Site::V, kv_width, d, x);
+    let (heads, kv_heads) = (share.heads.heads().len(), share.heads.kv_heads().len());
+    let shape = AttentionShape { heads, kv_heads, head_dim: config.head_dim, scale: 0.2 };
+    let mut attended = vec![0.0; q.len()];
+    attention(&q, &k, &v, 0, &shape, &mut attended);
+    project(Role::O { layer }, Site::O, d, q_width, &attended)
+}
+
+#[test]
+fn attention_of_the_heads_of_all_ranks_adds_up_to_that_of_one() {
+    let checkpoint = Checkpoint::open(&data(TINY)).unwrap();
+    let config = checkpoint.config();
+    assert_eq!((Heads::of(config).heads, Heads::of(config).kv_heads), (4, 2));
+    let adapter = biased(&data(TINY).join("adapters/attn_only"));
+    let x = Rng::new(7).floats(TOKENS * config.hidden);
+    let whole = attention_part(&checkpoint, Topology::default(), adapter.path(), &x);
+    let mut failures = Vec::new();
+    for tp in 1..=8 {
+        // Two ranks have one key head each, four share two; other numbers leave all of it to each rank.
+        let splits = [2, 4].contains(&tp);
+        let mut sum = vec![0.0; whole.len()];
+        for rank in 0..tp {
+            let topology = Topology::new(Some(tp), None, rank).unwrap();
+            let part = attention_part(&checkpoint, topology, adapter.path(), &x);
+            if !splits && part != whole {
+                failures.push(format!("tp {tp}, rank {rank}: not the whole"));
+            }
+            sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
+        }
+        let error = rel_err(&sum, &whole);
+        if splits && error > TOL_F32 {
+            failures.push(format!("tp {tp}: off by {error}"));
+        }
+    }
+    assert!(failures.is_empty(), "{failures:#?}");
 }

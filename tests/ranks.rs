@@ -3,82 +3,211 @@
 #[path = "common/device.rs"]
 mod device;
 mod common;
+mod files;
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use common::each_case;
+use files::{TINY, biased, data, json_file};
+use tempfile::TempDir;
 use wgmoe::exchange::{Exchange, Local};
 use wgmoe::placement::{PlacementRule, Topology};
 use wgmoe::{
     Adapter, Checkpoint, Engine, EngineOptions, ErrorKind, Event, Gpu, LoadOptions, Model, Request, Result, Worker,
 };
 
-const FOLDER: &str = "tests/data/tiny/qwen3_moe";
-/// Four slots for six adapters: on each rank they take turns.
-const SLOTS: usize = 4;
-const ADAPTERS: [&str; 6] = ["all_linear", "attn_only", "down_only", "experts2d_some", "experts3d", "gate_up_only"];
-const EXPERTS: usize = 8;
-/// Prompt, answer length and adapter of each request.
-const REQUESTS: [(&[u32], usize, Option<&str>); 8] = [
-    (&[11, 200, 3, 45, 78, 9, 120], 6, None),
-    (&[5], 6, Some("experts3d")),
-    (&[77, 31, 8], 5, Some("all_linear")),
-    (&[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], 4, Some("down_only")),
-    (&[250, 1], 0, Some("attn_only")),
-    (&[33, 33], 6, Some("gate_up_only")),
-    (&[9, 8, 7], 3, Some("experts2d_some")),
-    (&[100], 2, None),
-];
-
+/// Prompt, answer length and adapter of a request.
+type Asked = (Vec<u32>, usize, Option<&'static str>);
 /// Log-probabilities of a prompt's positions, and the answer.
 type Answer = (Vec<f32>, Vec<u32>);
+/// `--tp` and `--ep`.
+type World = (Option<usize>, Option<usize>);
 
-fn options() -> EngineOptions {
-    // Small steps, so that prompts take several.
-    EngineOptions { adapter_slots: SLOTS, max_step_tokens: 8, max_context: 64, ..EngineOptions::default() }
+/// A model, its adapters, and what it is asked.
+struct Service {
+    model: PathBuf,
+    adapters: Vec<(&'static str, PathBuf)>,
+    requests: Vec<Asked>,
+    options: EngineOptions,
+    experts: usize,
+    /// Keeps a folder that was written for the test.
+    _written: Option<TempDir>,
 }
 
-fn load(gpu: &Gpu, topology: Topology, placement: PlacementRule) -> (Model, Vec<Adapter>) {
-    let checkpoint = Checkpoint::open(Path::new(FOLDER)).unwrap();
-    let options = LoadOptions { topology, placement, ..LoadOptions::default() };
-    let (model, _) = Model::load(gpu, &checkpoint, &options, &mut |_, _| {}).unwrap();
-    let open = |name: &&str| Adapter::open(&Path::new(FOLDER).join("adapters").join(name), model.config()).unwrap();
-    let adapters = ADAPTERS.iter().map(open).collect();
-    (model, adapters)
-}
-
-/// What rank 0 does.
-fn serve(engine: &mut Engine) -> Result<Vec<Answer>> {
-    let ids: Vec<_> = REQUESTS
-        .iter()
-        .map(|(prompt, max_tokens, adapter)| {
-            let adapter = adapter.map(|name| engine.adapter(name).unwrap());
-            let request = Request {
-                prompt: prompt.to_vec(),
-                adapter,
-                max_tokens: *max_tokens,
-                logits: true,
-                ..Request::default()
-            };
-            engine.submit(request)
-        })
-        .collect::<Result<_>>()?;
-    let mut answers: BTreeMap<_, Answer> = ids.iter().map(|id| (*id, Answer::default())).collect();
-    while !engine.is_idle() {
-        engine.begin_step()?;
-        for event in engine.wait()? {
-            match event {
-                Event::Logits { sequence, rows, .. } => {
-                    answers.get_mut(&sequence).unwrap().0.extend(rows.chunks(256).flat_map(log_softmax));
-                }
-                Event::Token { sequence, id } => answers.get_mut(&sequence).unwrap().1.push(id),
-                Event::Finished { .. } => {}
-                Event::Failed { error, .. } => return Err(error),
-            }
+impl Service {
+    /// Heads 4, key and value heads 2: two ranks share out both, four ranks the queries, three or eight ranks nothing.
+    fn tiny() -> Self {
+        let model = data(TINY);
+        let names = ["all_linear", "attn_only", "down_only", "experts2d_some", "experts3d", "gate_up_only"];
+        let mut adapters: Vec<_> = names.map(|name| (name, model.join("adapters").join(name))).into();
+        let written = biased(&adapters[1].1);
+        adapters.push(("biased", written.path().to_owned()));
+        let requests: [(&[u32], usize, Option<&str>); 9] = [
+            (&[11, 200, 3, 45, 78, 9, 120], 6, None),
+            (&[5], 6, Some("experts3d")),
+            (&[77, 31, 8], 5, Some("all_linear")),
+            (&[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], 4, Some("down_only")),
+            (&[250, 1], 0, Some("attn_only")),
+            (&[33, 33], 6, Some("gate_up_only")),
+            (&[9, 8, 7], 3, Some("experts2d_some")),
+            (&[100], 2, None),
+            (&[18, 4, 66, 2], 2, Some("biased")),
+        ];
+        Self {
+            model,
+            adapters,
+            requests: requests.map(|(prompt, n, adapter)| (prompt.to_vec(), n, adapter)).into(),
+            // Slots are fewer than adapters: on each rank they take turns. Small steps, so that prompts take several.
+            options: EngineOptions {
+                adapter_slots: 4,
+                max_step_tokens: 8,
+                max_context: 64,
+                ..EngineOptions::default()
+            },
+            experts: 8,
+            _written: Some(written),
         }
     }
-    Ok(ids.iter().map(|id| answers.remove(id).unwrap()).collect())
+
+    /// The demonstration model, asked the shortest prompt of its reference for each adapter and the base.
+    fn demo() -> Self {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/demo");
+        let names = ["shout", "mirror", "piglatin", "rot13"];
+        let reference = json_file(&folder.join("reference.json"));
+        let prompts = |name: Option<&'static str>| {
+            let all = reference["greedy"].as_array().unwrap().iter().filter(|g| g["adapter"].as_str() == name);
+            let ids = all.map(|g| serde_json::from_value::<Vec<u32>>(g["prompt_ids"].clone()).unwrap());
+            (ids.min_by_key(Vec::len).unwrap(), 4, name)
+        };
+        Self {
+            model: folder.join("base"),
+            adapters: names.map(|name| (name, folder.join("adapters").join(name))).into(),
+            requests: std::iter::once(None).chain(names.map(Some)).map(prompts).collect(),
+            options: EngineOptions { adapter_slots: 4, max_context: 64, ..EngineOptions::default() },
+            experts: 16,
+            _written: None,
+        }
+    }
+
+    /// Every second rank reads of the adapters what it holds; the others read all and cut it in the pool.
+    fn load(&self, gpu: &Gpu, topology: Topology, placement: PlacementRule) -> (Model, Vec<Adapter>) {
+        let checkpoint = Checkpoint::open(&self.model).unwrap();
+        let options = LoadOptions { topology, placement, ..LoadOptions::default() };
+        let (model, _) = Model::load(gpu, &checkpoint, &options, &mut |_, _| {}).unwrap();
+        let open = |(_, dir): &(_, PathBuf)| match topology.rank() % 2 {
+            0 => Adapter::open(dir, model.config()).unwrap(),
+            _ => Adapter::open_for(dir, model.config(), model.share()).unwrap(),
+        };
+        let adapters = self.adapters.iter().map(open).collect();
+        (model, adapters)
+    }
+
+    /// What rank 0 does.
+    fn serve(&self, engine: &mut Engine) -> Result<Vec<Answer>> {
+        let ids: Vec<_> = self
+            .requests
+            .iter()
+            .map(|(prompt, max_tokens, adapter)| {
+                let adapter = adapter.map(|name| engine.adapter(name).unwrap());
+                let (prompt, max_tokens) = (prompt.clone(), *max_tokens);
+                engine.submit(Request { prompt, adapter, max_tokens, logits: true, ..Request::default() })
+            })
+            .collect::<Result<_>>()?;
+        let vocab = engine.config().vocab;
+        let mut answers: BTreeMap<_, Answer> = ids.iter().map(|id| (*id, Answer::default())).collect();
+        while !engine.is_idle() {
+            engine.begin_step()?;
+            for event in engine.wait()? {
+                match event {
+                    Event::Logits { sequence, rows, .. } => {
+                        answers.get_mut(&sequence).unwrap().0.extend(rows.chunks(vocab).flat_map(log_softmax));
+                    }
+                    Event::Token { sequence, id } => answers.get_mut(&sequence).unwrap().1.push(id),
+                    Event::Finished { .. } => {}
+                    Event::Failed { error, .. } => return Err(error),
+                }
+            }
+        }
+        Ok(ids.iter().map(|id| answers.remove(id).unwrap()).collect())
+    }
+
+    fn one_rank(&self, gpu: &Gpu) -> Vec<Answer> {
+        let (model, adapters) = self.load(gpu, Topology::default(), PlacementRule::Linear);
+        let mut engine = Engine::new(gpu, model, self.options.clone()).unwrap();
+        for ((name, _), adapter) in self.adapters.iter().zip(&adapters) {
+            engine.load_adapter(name, adapter).unwrap();
+        }
+        self.serve(&mut engine).unwrap()
+    }
+
+    /// Runs every rank in a thread of its own and returns what each says: answers from rank 0, nothing from the others.
+    /// `of_rank` gives each rank its place and rule.
+    fn on_ranks(
+        &self,
+        gpu: &Gpu,
+        ranks: usize,
+        of_rank: &(dyn Fn(usize) -> (Topology, PlacementRule) + Sync),
+    ) -> Vec<Result<Vec<Answer>>> {
+        let rank = |line: Local| {
+            let (topology, rule) = of_rank(line.rank());
+            let (model, adapters) = self.load(gpu, topology, rule);
+            if line.rank() == 0 {
+                let mut engine = Engine::with_ranks(gpu, model, self.options.clone(), Box::new(line))?;
+                for ((name, _), adapter) in self.adapters.iter().zip(&adapters) {
+                    engine.load_adapter(name, adapter)?;
+                }
+                let answers = self.serve(&mut engine)?;
+                engine.end()?;
+                return Ok(answers);
+            }
+            let mut worker = Worker::new(gpu, model, Box::new(line))?;
+            for ((name, _), adapter) in self.adapters.iter().zip(&adapters) {
+                worker.load_adapter(name, adapter)?;
+            }
+            worker.run().map(|()| Vec::new())
+        };
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = Local::lines(ranks).into_iter().map(|line| scope.spawn(|| rank(line))).collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        })
+    }
+
+    /// Every expert on one group, some on more.
+    fn copies(&self, groups: usize) -> PlacementRule {
+        let owners = |e: usize| (0..1 + e % groups).map(|i| (e * 3 + i) % groups).collect();
+        PlacementRule::Table((0..self.experts).map(owners).collect())
+    }
+
+    /// Every world answers as one rank does, under every placement.
+    fn answers_as_one(&self, gpu: &Gpu, worlds: &[World]) {
+        let expected = self.one_rank(gpu);
+        // f16 operands are rounded anew on every rank, which a close call of ids may show.
+        let matrix = gpu.capabilities().matrix;
+        let allowed = if matrix { common::TOL_MATRIX_LOGITS } else { 1e-4 };
+        let rules = |world: World| {
+            let copies = self.copies(world.1.unwrap_or(1));
+            [PlacementRule::Linear, PlacementRule::RoundRobin, copies].map(|rule| (world, rule))
+        };
+        let cases: Vec<_> = worlds.iter().copied().flat_map(rules).collect();
+        each_case(&cases, |((tp, ep), rule)| {
+            let of_rank = |rank| (Topology::new(*tp, *ep, rank).unwrap(), rule.clone());
+            let mut all = self.on_ranks(gpu, tp.or(*ep).unwrap(), &of_rank);
+            if let Some(e) = all.iter().find_map(|r| r.as_ref().err()) {
+                return Err(e.to_string());
+            }
+            for (i, ((logs, answer), (want_logs, want))) in all.remove(0).unwrap().iter().zip(&expected).enumerate() {
+                if answer != want && !matrix {
+                    return Err(format!("request {i}: {answer:?}, expected {want:?}"));
+                }
+                let off = logs.iter().zip(want_logs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                if logs.len() != want_logs.len() || off.is_nan() || off > allowed {
+                    return Err(format!("request {i}: log-probabilities differ by {off}"));
+                }
+            }
+            Ok(())
+        });
+    }
 }
 
 fn log_softmax(row: &[f32]) -> Vec<f32> {
@@ -87,101 +216,67 @@ fn log_softmax(row: &[f32]) -> Vec<f32> {
     row.iter().map(|v| v - max - sum.ln()).collect()
 }
 
-fn one_rank(gpu: &Gpu) -> Vec<Answer> {
-    let (model, adapters) = load(gpu, Topology::default(), PlacementRule::Linear);
-    let mut engine = Engine::new(gpu, model, options()).unwrap();
-    for (name, adapter) in ADAPTERS.iter().zip(&adapters) {
-        engine.load_adapter(name, adapter).unwrap();
-    }
-    serve(&mut engine).unwrap()
-}
-
-/// Runs every rank in a thread of its own and returns what each says: answers from rank 0, nothing from the others.
-fn on_ranks(gpu: &Gpu, tp: usize, ep: usize, rule: &PlacementRule, broken: Option<usize>) -> Vec<Result<Vec<Answer>>> {
-    let rank = |line: Local| {
-        let rank = line.rank();
-        let topology = Topology::new(Some(tp), Some(ep), rank).unwrap();
-        // A rank that was given another placement than the others.
-        let rule = if broken == Some(rank) { &PlacementRule::RoundRobin } else { rule };
-        let (model, adapters) = load(gpu, topology, rule.clone());
-        if rank == 0 {
-            let mut engine = Engine::with_ranks(gpu, model, options(), Box::new(line))?;
-            for (name, adapter) in ADAPTERS.iter().zip(&adapters) {
-                engine.load_adapter(name, adapter)?;
-            }
-            let answers = serve(&mut engine)?;
-            engine.end()?;
-            return Ok(answers);
-        }
-        let mut worker = Worker::new(gpu, model, Box::new(line))?;
-        for (name, adapter) in ADAPTERS.iter().zip(&adapters) {
-            worker.load_adapter(name, adapter)?;
-        }
-        worker.run().map(|()| Vec::new())
+/// The highest tier of f32 arithmetic, and the matrix tier where there is one.
+fn tiers() -> Vec<Gpu> {
+    let mut tiers = device::every_tier();
+    let mut last = |matrix: bool| {
+        let at = tiers.iter().rposition(|gpu| gpu.capabilities().matrix == matrix)?;
+        Some(tiers.remove(at))
     };
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = Local::lines(tp).into_iter().map(|line| scope.spawn(|| rank(line))).collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    })
+    [last(false), last(true)].into_iter().flatten().collect()
 }
 
-/// Every expert on one group, some on more.
-fn copies(groups: usize) -> PlacementRule {
-    PlacementRule::Table((0..EXPERTS).map(|e| (0..1 + e % groups).map(|i| (e * 3 + i) % groups).collect()).collect())
+const fn both(tp: usize, ep: usize) -> World {
+    (Some(tp), Some(ep))
 }
+
+/// Without `--tp` attention is whole on every rank.
+const EXPERTS_ALONE: [World; 2] = [(None, Some(2)), (None, Some(4))];
+const WORLDS: [World; 7] = [both(1, 1), both(2, 1), both(2, 2), both(4, 2), both(4, 4), both(8, 2), both(3, 3)];
 
 #[test]
 fn several_ranks_answer_as_one_does() {
-    // The highest tier of f32 arithmetic, and the matrix tier where there is one.
-    let tiers = device::every_tier();
-    let last = |matrix: bool| tiers.iter().rfind(|gpu| gpu.capabilities().matrix == matrix);
-    for gpu in [last(false), last(true)].into_iter().flatten() {
-        answer_as_one(gpu);
+    let service = Service::tiny();
+    for gpu in tiers() {
+        service.answers_as_one(&gpu, &[&WORLDS[..], &EXPERTS_ALONE].concat());
     }
 }
 
-fn answer_as_one(gpu: &Gpu) {
-    let expected = one_rank(gpu);
-    // f16 operands are rounded anew on every rank, which a close call of ids may show.
-    let matrix = gpu.capabilities().matrix;
-    let allowed = if matrix { common::TOL_MATRIX_LOGITS } else { 1e-4 };
-    let worlds = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 2), (3, 3)];
-    let cases: Vec<_> = worlds
-        .into_iter()
-        .flat_map(|(tp, ep)| [PlacementRule::Linear, PlacementRule::RoundRobin, copies(ep)].map(|rule| (tp, ep, rule)))
-        .collect();
-    each_case(&cases, |(tp, ep, rule)| {
-        let mut all = on_ranks(gpu, *tp, *ep, rule, None);
-        if let Some(e) = all.iter().find_map(|r| r.as_ref().err()) {
-            return Err(e.to_string());
-        }
-        for (i, ((logs, answer), (want_logs, want))) in all.remove(0).unwrap().iter().zip(&expected).enumerate() {
-            if answer != want && !matrix {
-                return Err(format!("request {i}: {answer:?}, expected {want:?}"));
-            }
-            let off = logs.iter().zip(want_logs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            if logs.len() != want_logs.len() || off.is_nan() || off > allowed {
-                return Err(format!("request {i}: log-probabilities differ by {off}"));
-            }
-        }
-        Ok(())
-    });
+#[test]
+fn several_ranks_answer_as_one_does_with_the_demonstration_model() {
+    let service = Service::demo();
+    for gpu in tiers() {
+        service.answers_as_one(&gpu, &WORLDS);
+    }
+}
+
+/// What each rank says, where rank 1 was given something else than the others.
+fn disagreement(of_rank: &(dyn Fn(usize) -> (Topology, PlacementRule) + Sync), expected: &str) {
+    let Some(gpu) = device::every_tier().into_iter().next() else { return };
+    for (rank, result) in Service::tiny().on_ranks(&gpu, 3, of_rank).into_iter().enumerate() {
+        let error = result.map(|_| ()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Rank, "rank {rank}: {error}");
+        assert!(error.to_string().contains(expected), "rank {rank}: {error}");
+    }
 }
 
 #[test]
 fn ranks_that_were_given_different_placements_find_out() {
-    let Some(gpu) = device::every_tier().into_iter().next() else { return };
-    for (rank, result) in on_ranks(&gpu, 3, 3, &PlacementRule::Linear, Some(1)).into_iter().enumerate() {
-        let error = result.map(|_| ()).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Rank, "rank {rank}: {error}");
-        assert!(error.to_string().contains("placement RoundRobin"), "rank {rank}: {error}");
-    }
+    let rule = |rank| if rank == 1 { PlacementRule::RoundRobin } else { PlacementRule::Linear };
+    disagreement(&|rank| (Topology::new(Some(3), Some(3), rank).unwrap(), rule(rank)), "placement RoundRobin");
+}
+
+#[test]
+fn ranks_that_do_not_all_share_attention_out_find_out() {
+    let tp = |rank| if rank == 1 { None } else { Some(3) };
+    disagreement(&|rank| (Topology::new(tp(rank), Some(3), rank).unwrap(), PlacementRule::Linear), "attention 1");
 }
 
 #[test]
 fn a_share_of_a_model_is_no_model_for_one_rank() {
     let Some(gpu) = device::every_tier().into_iter().next() else { return };
-    let (model, _) = load(&gpu, Topology::new(None, Some(2), 0).unwrap(), PlacementRule::Linear);
-    let error = Engine::new(&gpu, model, options()).map(|_| ()).unwrap_err();
+    let service = Service::tiny();
+    let (model, _) = service.load(&gpu, Topology::new(None, Some(2), 0).unwrap(), PlacementRule::Linear);
+    let error = Engine::new(&gpu, model, service.options.clone()).map(|_| ()).unwrap_err();
     assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains("2 ranks"), "{error}");
 }

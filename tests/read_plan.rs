@@ -6,8 +6,8 @@ use files::Table;
 use wgmoe::ErrorKind;
 use wgmoe::checkpoint::TensorHeader;
 use wgmoe::family::class::Group;
-use wgmoe::placement::{PlacementRule, Topology};
-use wgmoe::plan::read::{ExpertLayout, ReadPlan, ScalePolicy};
+use wgmoe::placement::{Heads, PlacementRule, Topology};
+use wgmoe::plan::read::{ReadPlan, ScalePolicy, StoredLayout};
 
 /// Name, shape, bytes of an element.
 type Stored = (String, Vec<usize>, u64);
@@ -23,8 +23,11 @@ fn stored(name: impl Into<String>, shape: &[usize], size: u64) -> Stored {
     (name.into(), shape.to_vec(), size)
 }
 
-fn layout(experts: usize, width: usize) -> ExpertLayout {
-    ExpertLayout { experts, width, layers: 2, interleaved: false, transposed: false }
+/// Two ranks share out all of them, four the queries; three, or more than four, have everything.
+const HEADS: Heads = Heads { heads: 4, kv_heads: 2, head_dim: 8, normed_together: false };
+
+fn layout(experts: usize, width: usize) -> StoredLayout {
+    StoredLayout { experts, width, layers: 2, interleaved: false, transposed: false, heads: HEADS }
 }
 
 fn ep(n: usize, rank: usize) -> Topology {
@@ -110,9 +113,18 @@ fn tensors_that_are_no_routed_experts_are_read_by_all() {
     }
 }
 
-/// A file with experts of their own in one layer and fused ones in the other, beside replicated tensors.
+/// A file with experts of their own in one layer and fused ones in the other, beside attention and replicated tensors.
 fn mixed(experts: usize, width: usize, hidden: usize) -> Vec<Stored> {
     let mut tensors = vec![stored("model.embed_tokens.weight", &[5, hidden], 2)];
+    for (name, rows) in [("q_proj", 32), ("k_proj", 16), ("v_proj", 16)] {
+        tensors.push(stored(format!("model.layers.0.self_attn.{name}.weight"), &[rows, hidden], 2));
+        tensors.push(stored(format!("model.layers.0.self_attn.{name}.bias"), &[rows], 2));
+    }
+    tensors.push(stored("model.layers.0.self_attn.o_proj.weight", &[hidden, 32], 2));
+    tensors.push(stored("model.layers.0.self_attn.o_proj.bias", &[hidden], 2));
+    // Packed words.
+    tensors.push(stored("model.layers.0.self_attn.q_proj.weight_packed", &[32, hidden], 4));
+    tensors.push(stored("model.layers.1.self_attn.q_proj.weight", &[8, hidden], 4));
     for layer in 0..2 {
         tensors.push(stored(format!("model.layers.{layer}.mlp.gate.weight"), &[experts, hidden], 2));
     }
@@ -133,12 +145,12 @@ fn mixed(experts: usize, width: usize, hidden: usize) -> Vec<Stored> {
 }
 
 /// How often each byte is read over all ranks, tensor by tensor: expert payloads and biases exactly once, replicated
-/// roles once a rank, and scales that a split width does not cut once a rank of a group.
+/// roles once a rank, and scales that a split width does not cut once a rank of a group; heads once, or by those that have it.
 fn check_partition(
     table: &mut Table,
     case: &str,
     tensors: &[Stored],
-    layout: &ExpertLayout,
+    layout: &StoredLayout,
     rule: &PlacementRule,
     world: Topology,
 ) {
@@ -161,6 +173,11 @@ fn check_partition(
         let want = match plans[0].tensors[i].group {
             Group::ExpertPayload | Group::ExpertBias => 1,
             Group::ExpertScale => world.moe_tp(),
+            Group::Attention if header.name.contains("layers.0") && !header.name.contains("packed") => {
+                let tp = if [2, 4].contains(&world.attention_tp()) { world.attention_tp() } else { 1 };
+                let copies = if header.name.contains("k_proj") || header.name.contains("v_proj") { tp / 2 } else { 1 };
+                if tp == 1 { world.world() } else { copies.max(1) }
+            }
             _ => world.world(),
         };
         let ok = times.iter().all(|&n| n == want);
@@ -191,7 +208,7 @@ fn ranks_of_a_group_share_the_width_out_exactly_once() {
     let mut table = Table::default();
     for (tp, ep) in (1..=8).flat_map(|tp| (1..=tp).filter(move |ep| tp % ep == 0).map(move |ep| (tp, ep))) {
         for (width, interleaved) in [(12, false), (13, true), (3, false)] {
-            let layout = ExpertLayout { interleaved, ..layout(5, width) };
+            let layout = StoredLayout { interleaved, ..layout(5, width) };
             let world = Topology::new(Some(tp), Some(ep), 0).unwrap();
             let case = format!("tp {tp}, ep {ep}, F {width}");
             check_partition(&mut table, &case, &mixed(5, width, 3), &layout, &PlacementRule::Linear, world);
@@ -205,7 +222,7 @@ fn second_half(
     name: &str,
     shape: &[usize],
     size: u64,
-    layout: ExpertLayout,
+    layout: StoredLayout,
 ) -> wgmoe::Result<Vec<std::ops::Range<u64>>> {
     let tensors = [stored(format!("model.layers.0.mlp.experts.{name}"), shape, size)];
     let topology = Topology::new(Some(2), None, 1)?;
@@ -216,7 +233,7 @@ fn second_half(
 #[test]
 fn quantised_layouts_are_cut_along_the_width_or_refused() {
     let plain = layout(2, 64);
-    let other = ExpertLayout { interleaved: true, transposed: true, ..plain };
+    let other = StoredLayout { interleaved: true, transposed: true, ..plain };
     let mut table = Table::default();
     let mut holds = |name: &str, shape: &[usize], size, layout, first: std::ops::Range<u64>, n: usize| {
         let got = second_half(name, shape, size, layout).unwrap();
@@ -292,4 +309,24 @@ fn a_table_gives_copies_to_every_owner() {
     let one = 2 * 3 * 3 * 4 * 2;
     assert_eq!([bytes(0).read_bytes, bytes(1).read_bytes], [2 * one, 2 * one]);
     assert_eq!(bytes(0).skipped_bytes, one);
+}
+
+#[test]
+fn heads_are_ranges_of_rows_and_of_columns() {
+    let tensors = mixed(1, 4, 3);
+    let of = |name: &str, rank: usize| {
+        let topology = Topology::new(Some(4), Some(2), rank).unwrap();
+        let rule = PlacementRule::Linear;
+        let plan = ReadPlan::new(headers(&tensors), &layout(1, 4), &rule, topology, ScalePolicy::Owned).unwrap();
+        let name = format!("model.layers.0.self_attn.{name}");
+        let tensor = plan.tensors.into_iter().find(|t| t.name == name).unwrap();
+        tensor.spans.iter().flat_map(|s| s.ranges()).map(|r| (r.start, r.end)).collect::<Vec<_>>()
+    };
+    // Rank 3 has query head 3 and key head 1, of 8 values each; a row of q is 6 bytes, one of o 64.
+    assert_eq!(of("q_proj.weight", 3), [(144, 192)]);
+    assert_eq!(of("k_proj.weight", 3), [(48, 96)]);
+    assert_eq!(of("v_proj.bias", 3), [(16, 32)]);
+    assert_eq!(of("o_proj.weight", 3), [(48, 64), (112, 128), (176, 192)]);
+    assert_eq!((of("o_proj.bias", 0), of("o_proj.bias", 3)), (vec![(0, 6)], vec![]));
+    assert_eq!(of("q_proj.weight_packed", 3), [(0, 384)]);
 }

@@ -2,9 +2,9 @@
 //! data, only what the share holds is read.
 
 use std::collections::HashMap;
-use std::ops::Range;
 
 use super::config::AdapterConfig;
+use super::cut::Cut;
 use super::names::{Names, Pair, Target};
 use super::window::Windows;
 use super::{Factor, Site};
@@ -15,7 +15,7 @@ use crate::checkpoint::{ModelConfig, TensorView};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::family::Role;
-use crate::placement::ExpertShare;
+use crate::placement::RankShare;
 
 /// Everything a pair is decoded against.
 pub(crate) struct Decoder<'a> {
@@ -23,7 +23,7 @@ pub(crate) struct Decoder<'a> {
     pub(crate) config: &'a AdapterConfig,
     pub(crate) model: &'a ModelConfig,
     /// `None`: everything.
-    pub(crate) share: Option<&'a ExpertShare>,
+    pub(crate) share: Option<&'a RankShare>,
 }
 
 /// Layer, site and expert.
@@ -140,7 +140,7 @@ impl<'f> Decoder<'f> {
         }
     }
 
-    /// Notes a place and, where the share holds it, reads its factor, cut to the columns of the share.
+    /// Notes a place and, where the share holds it, reads its factor, cut to the columns and heads of the share.
     pub(super) fn push(&self, place: Place, whole: &Whole, from: &mut Sources<'f>, to: &mut Decoded) -> Result<()> {
         let (layer, site, expert) = place;
         to.places.push(place);
@@ -150,14 +150,14 @@ impl<'f> Decoder<'f> {
         let (mut a, mut b) = (whole.a, whole.b);
         let mut bias = Window { rows: b.rows, cols: 1, begin: 0, row_step: 1, col_step: 1 };
         let mut biased = true;
-        if let Some(width) = self.width(site, b.rows, a.cols) {
-            if site == Site::ExpertDown {
-                // The bias is added once, by the rank with the first columns.
-                biased = width.start == 0;
-                a = a.cols(width);
+        if let Some(cut) = self.share.and_then(|share| Cut::of(site, &share.heads, Some(&share.experts))) {
+            biased = cut.adds_bias();
+            let (first, n) = (cut.range.start, cut.range.len());
+            if cut.inputs {
+                a = a.cols(cut.range);
             } else {
-                b = b.rows(width.start, width.len(), 1);
-                bias = bias.rows(width.start, width.len(), 1);
+                b = b.rows(first, n, 1);
+                bias = bias.rows(first, n, 1);
             }
         }
         to.factors.push(Factor {
@@ -175,14 +175,7 @@ impl<'f> Decoder<'f> {
 
     /// Whether the share holds (a part of) this expert; everything else it holds.
     pub(super) fn holds(&self, site: Site, expert: usize) -> bool {
-        !is_routed(site) || self.share.is_none_or(|share| share.placement().local(expert).is_some())
-    }
-
-    /// The columns of an expert's width to read; `None` for all.
-    fn width(&self, site: Site, out: usize, inn: usize) -> Option<Range<usize>> {
-        let full = if site == Site::ExpertDown { inn } else { out };
-        let share = self.share.filter(|_| is_routed(site));
-        share.map(ExpertShare::width).filter(|width| width.len() != full)
+        !site.of_expert() || self.share.is_none_or(|share| share.experts.placement().local(expert).is_some())
     }
 
     pub(super) fn rank_and_scale(&self, name: &str) -> Result<(usize, f32)> {
@@ -211,10 +204,6 @@ impl<'f> Decoder<'f> {
     pub(super) fn at(&self, kind: ErrorKind, name: &str, message: String) -> Error {
         Error::new(kind, format!("`{}`: tensor `{}`: {message}", self.file.path().display(), shown(name)))
     }
-}
-
-fn is_routed(site: Site) -> bool {
-    matches!(site, Site::ExpertGate | Site::ExpertUp | Site::ExpertDown)
 }
 
 /// Layer, site and expert of a weight; `None` for weights that adapters cannot change here.

@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use crate::adapter::cut::Cut;
 use crate::adapter::sites::PoolSites;
 use crate::adapter::{Adapter, Factor, Matrix, Site};
 use crate::dtype::DType;
-use crate::placement::ExpertShare;
 
 /// Bytes of a pool word: what an index entry counts in.
 pub(crate) const WORD: u64 = 16;
@@ -49,7 +49,7 @@ struct Block<'a> {
 }
 
 impl<'a> Image<'a> {
-    /// The image of `adapter` in the layer `layer`, whose places are `sites`. Takes the experts and columns that this rank
+    /// The image of `adapter` in the layer `layer`, whose places are `sites`. Takes the experts, columns and heads that this rank
     /// holds, from a whole adapter or from one that was cut while it was read. The adapter must have passed the pool's
     /// check.
     pub fn new(sites: &PoolSites, layer: usize, adapter: &'a Adapter) -> Self {
@@ -57,8 +57,7 @@ impl<'a> Image<'a> {
         // gate and up of a fused adapter share A: it is stored once.
         let mut stored = HashMap::new();
         for factor in adapter.of_layer(layer) {
-            let share = sites.share(factor.site);
-            let expert = match share {
+            let expert = match sites.experts().filter(|_| factor.site.of_expert()) {
                 None => 0,
                 Some(share) => match share.placement().local(factor.expert) {
                     Some(local) => local,
@@ -67,13 +66,12 @@ impl<'a> Image<'a> {
                 },
             };
             let Some(at) = sites.entry(factor.site, expert) else { continue };
-            // Ranks add up their products with down: the one with the first columns adds the bias.
-            let elsewhere = share.is_some_and(|s| factor.site == Site::ExpertDown && s.width().start > 0);
-            let bias = factor.bias.as_deref().filter(|_| !elsewhere);
+            let cut = sites.cut(factor.site);
+            let bias = factor.bias.as_deref().filter(|_| cut.as_ref().is_none_or(Cut::adds_bias));
             // An entry has one type for all.
             let same = [Some(&*factor.b), bias].into_iter().flatten().all(|m| m.dtype == factor.a.dtype);
             let dtype = if same { factor.a.dtype } else { DType::F32 };
-            let [a, b] = parts(factor, share.filter(|_| adapter.share.is_none()), share, dtype);
+            let [a, b] = parts(factor, cut, adapter.share.is_some(), dtype);
             let a = image.place(&mut stored, Block { matrix: &factor.a, bias: None, part: a });
             let b = Part { biased: bias.is_some(), ..b };
             let b = image.place(&mut stored, Block { matrix: &factor.b, bias, part: b });
@@ -109,8 +107,8 @@ impl<'a> Image<'a> {
     }
 }
 
-/// The parts of A and B that this rank stores; `cut` is what has to be cut off, `share` what the device's rows are padded for.
-fn parts(factor: &Factor, cut: Option<&ExpertShare>, share: Option<&ExpertShare>, dtype: DType) -> [Part; 2] {
+/// The parts of A and B that this rank stores, of factors that are whole or, with `done`, were cut when they were read.
+fn parts(factor: &Factor, cut: Option<Cut>, done: bool, dtype: DType) -> [Part; 2] {
     let whole = |m: &Matrix| Part {
         rows: 0..m.rows,
         cols: 0..m.cols,
@@ -123,11 +121,13 @@ fn parts(factor: &Factor, cut: Option<&ExpertShare>, share: Option<&ExpertShare>
     if factor.site == Site::Embedding {
         // A token's values become a row.
         a = Part { rows: a.cols, cols: a.rows, padded_rows: factor.a.cols, transposed: true, ..a };
-    } else if factor.site == Site::ExpertDown {
-        a.cols = cut.map_or(a.cols, ExpertShare::width);
-    } else {
-        b.rows = cut.map_or(b.rows, ExpertShare::width);
-        b.padded_rows = share.map_or(b.padded_rows, ExpertShare::padded_width);
+    } else if let Some(Cut { inputs, range, padded, .. }) = cut {
+        let held = if done { 0..range.len() } else { range };
+        if inputs {
+            a.cols = held;
+        } else {
+            (b.rows, b.padded_rows) = (held, padded);
+        }
     }
     [a, b]
 }

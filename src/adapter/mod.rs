@@ -4,6 +4,7 @@ pub(crate) mod config;
 mod names;
 mod layout;
 mod window;
+mod cut;
 mod decode;
 mod fused;
 mod packed;
@@ -25,7 +26,7 @@ use crate::checkpoint::file::WeightFile;
 use crate::checkpoint::untrusted::shown;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
-use crate::placement::ExpertShare;
+use crate::placement::{Heads, RankShare};
 
 /// A place in the model that an adapter can change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -110,9 +111,10 @@ pub struct Adapter {
     pub factors: Vec<Factor>,
     /// Bytes of tensor data read from the file.
     pub bytes_read: u64,
-    /// The part of the experts that was read: factors of other experts are left out, and those of these experts are cut
-    /// to its columns (rows of B for gate and up, columns of A for down). `None`: everything.
-    pub share: Option<ExpertShare>,
+    /// The part of the model that was read: factors of other experts are left out, and those of these experts and of
+    /// attention are cut to its columns and heads (rows of B for gate, up, q, k and v, columns of A for down and o). `None`:
+    /// everything.
+    pub share: Option<RankShare>,
 }
 
 impl Adapter {
@@ -128,16 +130,18 @@ impl Adapter {
         Self::read(dir, model, None)
     }
 
-    /// [`open`](Self::open) of the part that a rank with `share` of the experts needs: of routed experts, only those that it
-    /// holds and only the columns of their width are read, whatever the layout of the file; everything else is read whole.
-    /// What a B of the down projection adds (`lora_bias`) belongs to the rank with the first columns.
+    /// [`open`](Self::open) of the part that a rank with `share` of the model needs: of routed experts, only those that it
+    /// holds and only the columns of their width are read, whatever the layout of the file, and of attention its heads;
+    /// everything else is read whole. What a B of the down or output projection adds (`lora_bias`) belongs to the rank with
+    /// the first columns.
     ///
     /// Every rank checks all names and shapes, so a file that one refuses is refused by all.
     ///
-    /// Errors: as [`open`](Self::open), and `Config` when `share` is not one of this model's experts.
-    pub fn open_for(dir: &Path, model: &ModelConfig, share: &ExpertShare) -> Result<Self> {
+    /// Errors: as [`open`](Self::open), and `Config` when `share` is not one of this model.
+    pub fn open_for(dir: &Path, model: &ModelConfig, share: &RankShare) -> Result<Self> {
+        let experts = &share.experts;
         let (got, want) =
-            ([share.placement().experts(), share.full_width()], [model.moe.experts, model.moe.expert_width]);
+            ([experts.placement().experts(), experts.full_width()], [model.moe.experts, model.moe.expert_width]);
         if got != want {
             let message = format!(
                 "adapter `{}`: expected a share of {} experts of width {}, got one of {} of width {}",
@@ -149,10 +153,17 @@ impl Adapter {
             );
             return Err(Error::new(ErrorKind::Config, message));
         }
+        let (got, want) = (share.heads.all(), Heads::of(model));
+        if got != want {
+            let shown = |h: Heads| format!("{} heads of {}, {} for keys and values", h.heads, h.head_dim, h.kv_heads);
+            let (want, got) = (shown(want), shown(got));
+            let message = format!("adapter `{}`: expected a share of {want}, got one of {got}", dir.display());
+            return Err(Error::new(ErrorKind::Config, message));
+        }
         Self::read(dir, model, Some(share))
     }
 
-    fn read(dir: &Path, model: &ModelConfig, share: Option<&ExpertShare>) -> Result<Self> {
+    fn read(dir: &Path, model: &ModelConfig, share: Option<&RankShare>) -> Result<Self> {
         let config = config::AdapterConfig::open(&dir.join("adapter_config.json"))?;
         let mut path = dir.join("adapter_model.safetensors");
         let torch = dir.join("adapter_model.bin");

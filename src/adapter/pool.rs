@@ -90,7 +90,7 @@ impl AdapterPool {
         let PoolOptions { layers, ends, slots, budget } = options;
         let layers = layers
             .into_iter()
-            .map(|(sites, share)| PoolSites::Layer(sites, share))
+            .map(|(sites, share)| PoolSites::Layer(Box::new(sites), share))
             .chain(ends.map(PoolSites::Ends))
             .map(|sites| LayerStore::new(gpu, sites))
             .collect::<Result<_>>()?;
@@ -110,7 +110,7 @@ impl AdapterPool {
     pub fn layer(&self, layer: usize) -> (&LayerSites, &Factors) {
         let store = &self.layers[layer];
         match &store.sites {
-            PoolSites::Layer(sites, _) => (sites, &store.factors),
+            PoolSites::Layer(sites, _) => (sites.as_ref(), &store.factors),
             PoolSites::Ends(_) => panic!("layer {layer}: the model has {layer} layers"),
         }
     }

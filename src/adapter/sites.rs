@@ -1,13 +1,16 @@
 //! Where adapters attach in each layer, and where each projection's entries stand in the layer's index.
 
 use crate::adapter::Site;
+use crate::adapter::cut::Cut;
 use crate::checkpoint::{MlpKind, ModelConfig};
 use crate::kernels::lora::LoraSite;
-use crate::placement::ExpertShare;
+use crate::placement::{ExpertShare, HeadShare, RankShare};
 
 /// The sites of one layer. Entries of a site follow those of the one before.
 #[derive(Debug, Clone)]
 pub struct LayerSites {
+    /// What this rank holds of attention: `qkv` and `o` are those of its heads.
+    pub heads: HeadShare,
     /// q, k and v.
     pub qkv: LoraSite,
     /// o.
@@ -53,15 +56,15 @@ impl EndSites {
 #[derive(Debug, Clone)]
 pub(crate) enum PoolSites {
     /// Those of a layer, and what this rank holds of its experts: `None` with a dense MLP.
-    Layer(LayerSites, Option<ExpertShare>),
+    Layer(Box<LayerSites>, Option<ExpertShare>),
     /// Those outside the layers.
     Ends(EndSites),
 }
 
 impl LayerSites {
-    /// The sites of a layer of `kind` on a rank that holds `share` of its experts, with `slots` adapter slots. A layer
-    /// without experts takes no share.
-    pub fn new(config: &ModelConfig, kind: MlpKind, share: &ExpertShare, slots: usize) -> Self {
+    /// The sites of a layer of `kind` on a rank that holds `share` of it, with `slots` adapter slots. A layer without
+    /// experts takes the heads alone.
+    pub fn new(config: &ModelConfig, kind: MlpKind, share: &RankShare, slots: usize) -> Self {
         let mut entries = 0;
         let mut site = |out_dims: Vec<usize>, in_dim: usize, experts: usize| {
             let index_base = entries;
@@ -69,7 +72,8 @@ impl LayerSites {
             LoraSite { index_base, out_dims, in_dim }
         };
         let d = config.hidden;
-        let (q, kv) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+        let (heads, share) = (share.heads.clone(), &share.experts);
+        let (q, kv) = (heads.q_range().len(), heads.kv_range().len());
         let qkv = site(vec![q, kv, kv], d, 1);
         let o = site(vec![d], q, 1);
         let (router, experts, width) = match kind {
@@ -78,7 +82,7 @@ impl LayerSites {
         };
         let gate_up = site(vec![width, width], d, experts);
         let down = site(vec![d], width, experts);
-        Self { qkv, o, router, gate_up, down, experts, slots, entries }
+        Self { heads, qkv, o, router, gate_up, down, experts, slots, entries }
     }
 
     /// The index entry of a projection; `expert` is this rank's id. `None` where the layer has no such projection.
@@ -102,8 +106,8 @@ impl PoolSites {
     /// `[out, in]` of a whole projection, over all ranks. `None` where the layer has no such projection.
     pub fn shape(&self, site: Site) -> Option<[usize; 2]> {
         let of = |site: &LoraSite, projection: usize| Some([site.out_dims[projection], site.in_dim]);
-        let (s, share) = match self {
-            Self::Layer(sites, share) => (sites, share),
+        let (s, experts) = match self {
+            Self::Layer(sites, share) => (sites, share.is_some()),
             Self::Ends(ends) => {
                 return match site {
                     Site::Embedding => of(&ends.embedding, 0),
@@ -112,25 +116,38 @@ impl PoolSites {
                 };
             }
         };
-        match (site, share) {
+        let [mut out, mut input] = match (site, experts) {
             (Site::Q, _) => of(&s.qkv, 0),
             (Site::K, _) => of(&s.qkv, 1),
             (Site::V, _) => of(&s.qkv, 2),
             (Site::O, _) => of(&s.o, 0),
             (Site::Router, _) => of(s.router.as_ref()?, 0),
-            (Site::Gate, None) => of(&s.gate_up, 0),
-            (Site::Up, None) => of(&s.gate_up, 1),
-            (Site::Down, None) => of(&s.down, 0),
-            // What the device holds of the width is cut and padded.
-            (Site::ExpertGate | Site::ExpertUp, Some(share)) => Some([share.full_width(), s.gate_up.in_dim]),
-            (Site::ExpertDown, Some(share)) => Some([s.down.out_dims[0], share.full_width()]),
+            (Site::Gate, false) | (Site::ExpertGate, true) => of(&s.gate_up, 0),
+            (Site::Up, false) | (Site::ExpertUp, true) => of(&s.gate_up, 1),
+            (Site::Down, false) | (Site::ExpertDown, true) => of(&s.down, 0),
             _ => None,
+        }?;
+        // What the device holds is cut and padded.
+        if let Some(cut) = self.cut(site) {
+            *(if cut.inputs { &mut input } else { &mut out }) = cut.full;
+        }
+        Some([out, input])
+    }
+
+    /// What this rank holds of a projection that ranks share out.
+    pub fn cut(&self, site: Site) -> Option<Cut> {
+        match self {
+            Self::Layer(sites, share) => Cut::of(site, &sites.heads, share.as_ref()),
+            Self::Ends(_) => None,
         }
     }
 
-    /// What this rank holds of the experts, for the sites of routed experts.
-    pub fn share(&self, site: Site) -> Option<&ExpertShare> {
-        self.experts().filter(|_| site.of_expert())
+    /// What this rank holds of attention; `None` outside the layers.
+    pub fn heads(&self) -> Option<&HeadShare> {
+        match self {
+            Self::Layer(sites, _) => Some(&sites.heads),
+            Self::Ends(_) => None,
+        }
     }
 
     /// What this rank holds of the experts; `None` where there are none.

@@ -107,6 +107,23 @@ impl<'a> Block<'a> {
         Self { height: height.max(self.window.rows), ..self }
     }
 
+    /// The rows `range` alone.
+    ///
+    /// Errors: `Tensor` when there are no such rows.
+    pub(crate) fn take_rows(self, range: Range<usize>) -> Result<Self> {
+        check_range("rows", &range, self.window.rows)?;
+        let window = self.window.rows(range.start, range.len(), 1);
+        Ok(Self { window, height: window.rows, ..self })
+    }
+
+    /// The columns `range` alone.
+    ///
+    /// Errors: `Tensor` when there are no such columns.
+    pub(crate) fn take_cols(self, range: Range<usize>) -> Result<Self> {
+        check_range("columns", &range, self.window.cols)?;
+        Ok(Self { window: self.window.cols(range), ..self })
+    }
+
     /// Storage type.
     pub fn dtype(&self) -> DType {
         self.dtype
@@ -177,6 +194,13 @@ impl<'a> Block<'a> {
     }
 }
 
+fn check_range(what: &str, range: &Range<usize>, n: usize) -> Result<()> {
+    if range.start <= range.end && range.end <= n {
+        return Ok(());
+    }
+    Err(Error::new(ErrorKind::Tensor, format!("expected {what} within 0..{n}, got {range:?}")))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -209,6 +233,17 @@ mod tests {
         assert_eq!(rows(&block([2, 4], 1, 1, 6), 0..2, 8), [1, 7, 13, 19, 2, 8, 14, 20]);
         assert_eq!(rows(&block([3, 4], 1, 2, 6), 1..3, 8), [3, 9, 15, 21, 5, 11, 17, 23]);
         assert_eq!(rows(&block([0, 4], 1, 2, 6), 0..0, 8), [0u16; 0]);
+    }
+
+    #[test]
+    fn rows_and_columns_of_a_block_are_a_block() {
+        let bytes = stored(24);
+        let block = || Block::borrowed(DType::Bf16, [4, 6], &bytes).unwrap();
+        let part = block().take_rows(1..4).unwrap().take_cols(2..4).unwrap();
+        assert_eq!((part.rows(), part.height(), part.cols()), (3, 3, 2));
+        assert_eq!(rows(&part, 1..3, 4), [14, 15, 20, 21]);
+        assert_eq!(block().take_rows(3..5).unwrap_err().kind(), ErrorKind::Tensor);
+        assert_eq!(block().take_cols(3..7).unwrap_err().kind(), ErrorKind::Tensor);
     }
 
     #[test]

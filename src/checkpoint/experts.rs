@@ -9,7 +9,7 @@ use super::{Checkpoint, ExpertPart, TensorView};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::family::Role;
-use crate::plan::read::ExpertLayout;
+use crate::plan::read::StoredLayout;
 
 impl Checkpoint {
     /// All of the tensor with `role`, which is a matrix.
@@ -39,7 +39,7 @@ impl Checkpoint {
             let message = format!("expected columns of an expert within 0..{full}, got {width:?}");
             return Err(Error::new(ErrorKind::Tensor, message));
         }
-        let layout = ExpertLayout::of(self.config());
+        let layout = StoredLayout::of(self.config());
         let [out, inn] = self.expert_shape(part);
         let (view, fused) = self.expert_tensor(layer, expert, part)?;
         // Of the stored outputs, which are those of this projection.

@@ -50,7 +50,8 @@ impl Runner {
         let config = model.config();
         let limit = gpu.capabilities().max_binding_bytes;
         let EngineOptions { max_sequences, max_context, max_step_tokens, .. } = *options;
-        let mut sizes = engine_sizes(config, limit, max_sequences, max_context, max_step_tokens, BLOCK_SIZE);
+        let heads = &model.share.heads;
+        let mut sizes = engine_sizes(config, heads, limit, max_sequences, max_context, max_step_tokens, BLOCK_SIZE);
         if let Some(ranks) = ranks {
             sizes = smallest(ranks, sizes)?;
         }
@@ -59,13 +60,13 @@ impl Runner {
         options.max_step_tokens = sizes.step_tokens;
         let max_blocks = KvCache::blocks_for(options.max_context);
         let attention = AttentionShape {
-            heads: config.heads,
-            kv_heads: config.kv_heads,
+            heads: heads.heads().len(),
+            kv_heads: heads.kv_heads().len(),
             head_dim: config.head_dim,
             block_size: BLOCK_SIZE,
             max_blocks,
         };
-        let cache = KvCache::new(gpu, config, sizes.blocks)?;
+        let cache = KvCache::new(gpu, heads, config.layers.len(), sizes.blocks)?;
         let storage = |label: &str, bytes: usize| {
             gpu.buffer(label, bytes as u64, wgpu::BufferUsages::empty()).map(|b| View::whole(&b))
         };
@@ -79,7 +80,7 @@ impl Runner {
             .sites(options.adapter_slots)
             .into_iter()
             .zip(&config.layers)
-            .map(|(sites, kind)| (sites, (*kind == MlpKind::Experts).then(|| model.share.clone())))
+            .map(|(sites, kind)| (sites, (*kind == MlpKind::Experts).then(|| model.share.experts.clone())))
             .collect();
         let (slots, budget) = (options.adapter_slots, options.adapter_memory);
         let pool =
@@ -185,11 +186,12 @@ fn distinct(mapping: &[i32]) -> Vec<usize> {
 fn facts(model: &Model) -> String {
     let world = model.topology();
     format!(
-        "wgmoe {}\nmodel {:?}\nranks {}, ep {}\nplacement {:?}",
+        "wgmoe {}\nmodel {:?}\nranks {}, ep {}, attention {}\nplacement {:?}",
         env!("CARGO_PKG_VERSION"),
         model.config(),
         world.world(),
         world.ep(),
+        world.attention_tp(),
         model.placement(),
     )
 }

@@ -173,6 +173,37 @@ pub fn expert_tensor(name: &str) -> Option<ExpertTensor<'_>> {
     Some(ExpertTensor { module, expert, projection: named.map(|(_, p)| *p), group, input_first })
 }
 
+/// A projection of attention whose rows or columns are heads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HeadProjection {
+    /// Queries: a row each.
+    Q,
+    /// Keys or values: a row each.
+    KeyOrValue,
+    /// Output: takes a column for each value of a query head.
+    Output,
+}
+
+/// Which projection of attention, and whether its weight or its bias; `None` for anything else, such as parts of a quantised
+/// projection.
+pub fn attention_tensor(name: &str) -> Option<(HeadProjection, bool)> {
+    let (name, suffix) = name.rsplit_once('.')?;
+    let (module, projection) = name.rsplit_once('.')?;
+    let module = module.rsplit('.').next()?;
+    let projection = match projection {
+        "q_proj" => HeadProjection::Q,
+        "k_proj" | "v_proj" => HeadProjection::KeyOrValue,
+        "o_proj" => HeadProjection::Output,
+        _ => return None,
+    };
+    let attention = module.contains("attn") || module.contains("attention") || module == "mixer";
+    match suffix {
+        "weight" if attention => Some((projection, true)),
+        "bias" if attention => Some((projection, false)),
+        _ => None,
+    }
+}
+
 /// The group of any tensor.
 pub fn group(name: &str) -> Group {
     if let Some(tensor) = expert_tensor(name) {
@@ -265,6 +296,24 @@ mod tests {
             }
         }
         assert!(failures.is_empty(), "{failures:?}");
+    }
+
+    #[test]
+    fn projections_of_attention_are_told_from_others() {
+        use HeadProjection::*;
+        let cases = [
+            ("model.layers.1.self_attn.q_proj.weight", Some((Q, true))),
+            ("model.layers.1.self_attn.k_proj.bias", Some((KeyOrValue, false))),
+            ("model.layers.1.attention.v_proj.weight", Some((KeyOrValue, true))),
+            ("backbone.layers.1.mixer.o_proj.weight", Some((Output, true))),
+            ("model.layers.1.self_attn.o_proj.weight_scale", None),
+            ("model.layers.1.self_attn.q_norm.weight", None),
+            ("model.layers.1.self_attn.q_a_proj.weight", None),
+            ("model.layers.1.mlp.o_proj.weight", None),
+            ("q_proj.weight", None),
+        ];
+        let wrong: Vec<_> = cases.iter().filter(|(name, want)| attention_tensor(name) != *want).collect();
+        assert!(wrong.is_empty(), "{wrong:?}");
     }
 
     #[test]

@@ -9,7 +9,7 @@ use crate::kernels::View;
 use crate::kernels::expert_gemm::Weights;
 use crate::layer::MoeLayer;
 use crate::model::{DecoderLayer, Mlp, Model};
-use crate::placement::{ExpertShare, PlacementRule, Topology};
+use crate::placement::{PlacementRule, RankShare, Topology};
 use crate::router::RouteOptions;
 use crate::upload::{StreamOptions, Streamed, Uploader};
 
@@ -25,8 +25,8 @@ pub struct LoadOptions<'a> {
 }
 
 impl Model {
-    /// Loads what this rank owns of `checkpoint`: the experts of its group in its columns of their width, and everything
-    /// else whole. `progress(done, total)` counts bytes written to the device.
+    /// Loads what this rank owns of `checkpoint`: the experts of its group in its columns of their width, its heads of
+    /// attention, and everything else whole. `progress(done, total)` counts bytes written to the device.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] for sizes the kernels do not take, [`ErrorKind::Config`] for a placement that does not
@@ -56,8 +56,7 @@ impl Model {
         let config = checkpoint.config().clone();
         config.family.check_decoder()?;
         check_sizes(&config)?;
-        let share =
-            ExpertShare::new(&options.placement, options.topology, config.moe.experts, config.moe.expert_width)?;
+        let share = RankShare::new(&config, &options.placement, options.topology)?;
         let mut loader = Loader { gpu, checkpoint, share: &share, up: Uploader::new(gpu) };
         let table = [config.vocab, config.hidden];
         let embedding = loader.matrix("embedding", table, &[Role::Embedding])?;
@@ -107,7 +106,7 @@ fn check_sizes(config: &ModelConfig) -> Result<()> {
 struct Loader<'a, 'c> {
     gpu: &'a Gpu,
     checkpoint: &'c Checkpoint,
-    share: &'a ExpertShare,
+    share: &'a RankShare,
     up: Uploader<'c>,
 }
 
@@ -127,15 +126,12 @@ impl Loader<'_, '_> {
     fn layer(&mut self, layer: usize, kind: MlpKind) -> Result<DecoderLayer> {
         let config = self.checkpoint.config();
         let d = config.hidden;
-        let q = config.heads * config.head_dim;
-        let kv = config.kv_heads * config.head_dim;
         let label = |what: &str| format!("layer {layer} {what}");
-        let qkv = [Role::Q { layer }, Role::K { layer }, Role::V { layer }];
         Ok(DecoderLayer {
             input_norm: self.vectors(&label("input norm"), &[Role::InputNorm { layer }])?,
-            qkv: self.matrix(&label("qkv"), [q + 2 * kv, d], &qkv)?,
+            qkv: self.qkv(layer)?,
             head_norms: self.vectors(&label("head norms"), &[Role::QNorm { layer }, Role::KNorm { layer }])?,
-            o: self.matrix(&label("o"), [d, q], &[Role::O { layer }])?,
+            o: self.output(layer)?,
             mlp_norm: self.vectors(&label("mlp norm"), &[Role::PostAttentionNorm { layer }])?,
             mlp: match kind {
                 MlpKind::Dense => {
@@ -151,9 +147,28 @@ impl Loader<'_, '_> {
         })
     }
 
+    /// The rows of q, k and v that make this rank's heads.
+    fn qkv(&mut self, layer: usize) -> Result<Weights> {
+        let (checkpoint, heads) = (self.checkpoint, &self.share.heads);
+        let (q, kv) = (heads.q_range(), heads.kv_range());
+        let shape = [q.len() + 2 * kv.len(), checkpoint.config().hidden];
+        let parts = [(Role::Q { layer }, &q), (Role::K { layer }, &kv), (Role::V { layer }, &kv)];
+        self.up.stack(&format!("layer {layer} qkv"), 1, shape, &|_| {
+            parts.iter().map(|(role, rows)| checkpoint.block(*role)?.take_rows((*rows).clone())).collect()
+        })
+    }
+
+    /// The columns of o that take this rank's heads.
+    fn output(&mut self, layer: usize) -> Result<Weights> {
+        let (checkpoint, q) = (self.checkpoint, self.share.heads.q_range());
+        self.up.stack(&format!("layer {layer} o"), 1, [checkpoint.config().hidden, q.len()], &|_| {
+            Ok(vec![checkpoint.block(Role::O { layer })?.take_cols(q.clone())?])
+        })
+    }
+
     /// This rank's experts of a layer, and the router, which every rank has whole.
     fn experts(&mut self, layer: usize) -> Result<MoeLayer> {
-        let (checkpoint, share) = (self.checkpoint, self.share);
+        let (checkpoint, share) = (self.checkpoint, &self.share.experts);
         let config = checkpoint.config();
         let (d, f) = (config.hidden, share.padded_width());
         let placement = share.placement();

@@ -14,7 +14,7 @@ use crate::checkpoint::ModelConfig;
 use crate::kernels::View;
 use crate::kernels::expert_gemm::Weights;
 use crate::layer::MoeLayer;
-use crate::placement::{ExpertShare, PlacementRule, Topology};
+use crate::placement::{PlacementRule, RankShare, Topology};
 
 /// A model's weights on a device.
 #[derive(Debug)]
@@ -27,8 +27,8 @@ pub struct Model {
     pub(crate) layers: Vec<DecoderLayer>,
     pub(crate) topology: Topology,
     pub(crate) placement: PlacementRule,
-    /// What this rank holds of every layer with experts.
-    pub(crate) share: ExpertShare,
+    /// What this rank holds of every layer.
+    pub(crate) share: RankShare,
     pub(crate) bytes_resident: u64,
 }
 
@@ -36,10 +36,11 @@ pub struct Model {
 #[derive(Debug)]
 pub(crate) struct DecoderLayer {
     pub input_norm: View,
-    /// q, k and v rows in one matrix.
+    /// q, k and v rows of this rank's heads in one matrix.
     pub qkv: Weights,
     /// f32 `[2, head_dim]`.
     pub head_norms: View,
+    /// The columns of this rank's heads.
     pub o: Weights,
     pub mlp_norm: View,
     pub mlp: Mlp,
@@ -73,8 +74,8 @@ impl Model {
         &self.placement
     }
 
-    /// What this rank holds of every layer with experts.
-    pub fn share(&self) -> &ExpertShare {
+    /// What this rank holds of every layer.
+    pub fn share(&self) -> &RankShare {
         &self.share
     }
 

@@ -7,7 +7,8 @@ use crate::error::Result;
 use crate::kernels::activation::{Activate, Hidden};
 use crate::kernels::attention::Attention;
 use crate::kernels::embed::Embed;
-use crate::kernels::expert_gemm::{ExpertGemm, Rows};
+use crate::kernels::expert_gemm::{ExpertGemm, Rows, Weights};
+use crate::kernels::lora::LoraSite;
 use crate::kernels::norm::Norm;
 use crate::kernels::rope::{AttentionShape, Rope};
 use crate::kernels::{Recording, View};
@@ -55,15 +56,15 @@ impl Model {
         EndSites::new(&self.config, slots)
     }
 
-    /// Multiply-accumulates of one layer for one row, adapters not counted.
-    fn layer_macs(&self, layer: usize) -> u64 {
-        let c = &self.config;
-        let attention = c.hidden * c.head_dim * (2 * c.heads + 2 * c.kv_heads);
+    /// Multiply-accumulates of attention and MLP of one layer for one row, adapters and attended positions not counted.
+    fn layer_macs(&self, layer: usize) -> [u64; 2] {
+        let (c, heads) = (&self.config, &self.share.heads);
+        let attention = 2 * c.hidden * (heads.q_range().len() + heads.kv_range().len());
         let mlp = match c.layers[layer] {
             MlpKind::Experts => c.moe.top_k * 3 * c.hidden * c.moe.expert_width + c.hidden * c.moe.experts,
             MlpKind::Dense => 3 * c.hidden * c.dense_width,
         };
-        (attention + mlp) as u64
+        [attention as u64, mlp as u64]
     }
 
     /// Records a whole step and returns the logits, f32 `[logit_rows, vocab]` (`None` without wanted rows).
@@ -106,15 +107,25 @@ impl Model {
             }
             Ok(Some(batch))
         })?;
-        let attention = t.attended * (2 * c.heads * c.head_dim) as u64;
+        let attended = t.attended * (2 * self.share.heads.q_range().len()) as u64;
+        let n_bytes = (t.rows * d * 4) as u64;
         for (layer, weights) in self.layers.iter().enumerate() {
-            let macs = self.layer_macs(layer) * t.rows as u64 + attention;
+            let [attention, mlp] = self.layer_macs(layer).map(|macs| macs * t.rows as u64);
+            let attention = attention + attended;
             let residual = commands.adds_residual();
-            commands.pass(rec, "layer", macs, |rec, pass| {
-                self.record_layer(rec, pass, layer, weights, cache, pool, &t, &hidden, residual)
-            })?;
+            let step = LayerStep { model: self, layer, weights, cache, pool, t: &t, hidden: &hidden };
+            if self.share.heads.is_whole() {
+                commands.pass(rec, "layer", attention + mlp, |rec, pass| {
+                    step.record_attention(rec, pass, true)?;
+                    step.record_mlp(rec, pass, residual)
+                })?;
+            } else {
+                commands.pass(rec, "attention", attention, |rec, pass| step.record_attention(rec, pass, residual))?;
+                commands.sum(rec, &hidden, n_bytes)?;
+                commands.pass(rec, "mlp", mlp, |rec, pass| step.record_mlp(rec, pass, residual))?;
+            }
             if matches!(weights.mlp, Mlp::Experts(_)) {
-                commands.sum(rec, &hidden, (t.rows * d * 4) as u64)?;
+                commands.sum(rec, &hidden, n_bytes)?;
             }
         }
         if t.logit_rows == 0 {
@@ -155,51 +166,36 @@ impl Model {
             Ok(Some(logits))
         })
     }
+}
 
-    #[allow(clippy::too_many_arguments, reason = "the arguments are the layer's operands")]
-    fn record_layer(
-        &self,
-        rec: &mut Recording,
-        pass: &mut wgpu::ComputePass<'_>,
-        layer: usize,
-        w: &DecoderLayer,
-        cache: &KvCache,
-        pool: &AdapterPool,
-        t: &StepTensors<'_>,
-        hidden: &View,
-        residual: bool,
-    ) -> Result<()> {
-        let c = &self.config;
+/// One layer of a step.
+struct LayerStep<'a> {
+    model: &'a Model,
+    layer: usize,
+    weights: &'a DecoderLayer,
+    cache: &'a KvCache,
+    pool: &'a AdapterPool,
+    t: &'a StepTensors<'a>,
+    /// f32 `[T, D]`.
+    hidden: &'a View,
+}
+
+impl LayerStep<'_> {
+    /// Attention of this rank's heads, in the place of `hidden`: added to it with `residual`, otherwise alone.
+    fn record_attention(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, residual: bool) -> Result<()> {
+        let Self { model, weights: w, t, hidden, .. } = *self;
+        let (c, heads) = (&model.config, &model.share.heads);
         let d = c.hidden;
-        let (sites, factors) = pool.layer(layer);
-        let q_width = c.heads * c.head_dim;
-        let qkv_width = q_width + 2 * c.kv_heads * c.head_dim;
-        let dense = |rec: &mut Recording,
-                     pass: &mut wgpu::ComputePass<'_>,
-                     x: &View,
-                     weights,
-                     y: &View,
-                     y_stride,
-                     accumulate| {
-            let (rows, row_div, select, exact) = (t.rows, 1, Rows::Dense, false);
-            ExpertGemm { rows, row_div, select, x, weights, y, y_stride, accumulate, exact }.record(rec, pass)
-        };
-        let adapt = |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, site, x: &View, y: &View| match &t.lora {
-            Some(batch) => batch.record_dense(rec, pass, site, factors, t.rows, x, y),
-            None => Ok(()),
-        };
-        let norm = |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, weight, out: &View| {
-            Norm { rows: t.rows, width: d, eps: c.rms_eps, x: hidden, weight, gather: None, out }.record(rec, pass)
-        };
-
-        // Attention.
+        let (sites, _) = self.pool.layer(self.layer);
+        let q_width = heads.q_range().len();
+        let qkv_width = q_width + 2 * heads.kv_range().len();
         let x = rec.scratch("x", (t.rows * d * 4) as u64)?;
-        norm(rec, pass, &w.input_norm, &x)?;
+        self.norm(rec, pass, &w.input_norm, &x)?;
         let qkv = rec.scratch("qkv", (t.rows * qkv_width * 4) as u64)?;
-        dense(rec, pass, &x, &w.qkv, &qkv, qkv_width, false)?;
-        adapt(rec, pass, &sites.qkv, &x, &qkv)?;
+        self.dense(rec, pass, &x, &w.qkv, &qkv, qkv_width, false)?;
+        self.adapt(rec, pass, &sites.qkv, &x, &qkv)?;
         let q = rec.scratch("q", (t.rows * q_width * 4) as u64)?;
-        let (k_cache, v_cache) = &cache.layers[layer];
+        let (k_cache, v_cache) = &self.cache.layers[self.layer];
         Rope {
             rows: t.rows,
             shape: t.attention,
@@ -226,11 +222,18 @@ impl Model {
             out: &attended,
         }
         .record(rec, pass)?;
-        dense(rec, pass, &attended, &w.o, hidden, d, true)?;
-        adapt(rec, pass, &sites.o, &attended, hidden)?;
+        self.dense(rec, pass, &attended, &w.o, hidden, d, residual)?;
+        self.adapt(rec, pass, &sites.o, &attended, hidden)
+    }
 
-        // MLP.
-        norm(rec, pass, &w.mlp_norm, &x)?;
+    /// The MLP, or this rank's experts. Those are put in the place of `hidden`: added to it with `residual`, otherwise alone.
+    fn record_mlp(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, residual: bool) -> Result<()> {
+        let Self { model, weights: w, t, hidden, .. } = *self;
+        let c = &model.config;
+        let d = c.hidden;
+        let (sites, factors) = self.pool.layer(self.layer);
+        let x = rec.scratch("x", (t.rows * d * 4) as u64)?;
+        self.norm(rec, pass, &w.mlp_norm, &x)?;
         match &w.mlp {
             Mlp::Experts(moe) => {
                 let lora = t.lora.as_ref().map(|batch| (batch, sites, factors));
@@ -243,15 +246,54 @@ impl Model {
             Mlp::Dense { gate_up, down } => {
                 let f = c.dense_width;
                 let both = rec.scratch("dense gate_up", (t.rows * 2 * f * 4) as u64)?;
-                dense(rec, pass, &x, gate_up, &both, 2 * f, false)?;
-                adapt(rec, pass, &sites.gate_up, &x, &both)?;
+                self.dense(rec, pass, &x, gate_up, &both, 2 * f, false)?;
+                self.adapt(rec, pass, &sites.gate_up, &x, &both)?;
                 let h = rec.scratch("dense h", (t.rows * f * 4) as u64)?;
                 let kind = crate::activation::Activation::Silu;
                 Activate { rows: t.rows, width: f, kind, gate_up: &both, ids: None, h: Hidden::Plain(&h) }
                     .record(rec, pass)?;
-                dense(rec, pass, &h, down, hidden, d, true)?;
-                adapt(rec, pass, &sites.down, &h, hidden)
+                self.dense(rec, pass, &h, down, hidden, d, true)?;
+                self.adapt(rec, pass, &sites.down, &h, hidden)
             }
         }
+    }
+
+    /// y = W·x for every row, or y += W·x.
+    #[allow(clippy::too_many_arguments, reason = "the arguments are the operands")]
+    fn dense(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        x: &View,
+        weights: &Weights,
+        y: &View,
+        y_stride: usize,
+        accumulate: bool,
+    ) -> Result<()> {
+        let (rows, row_div, select, exact) = (self.t.rows, 1, Rows::Dense, false);
+        ExpertGemm { rows, row_div, select, x, weights, y, y_stride, accumulate, exact }.record(rec, pass)
+    }
+
+    /// Adds what each row's adapter changes at `site`.
+    fn adapt(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        site: &LoraSite,
+        x: &View,
+        y: &View,
+    ) -> Result<()> {
+        let factors = self.pool.layer(self.layer).1;
+        match &self.t.lora {
+            Some(batch) => batch.record_dense(rec, pass, site, factors, self.t.rows, x, y),
+            None => Ok(()),
+        }
+    }
+
+    /// The norm of `hidden`.
+    fn norm(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, weight: &View, out: &View) -> Result<()> {
+        let c = &self.model.config;
+        let (rows, width, eps, x) = (self.t.rows, c.hidden, c.rms_eps, self.hidden);
+        Norm { rows, width, eps, x, weight, gather: None, out }.record(rec, pass)
     }
 }

@@ -1,8 +1,9 @@
-//! What one rank holds of the experts of a layer: which of them, and which columns of their width.
+//! What one rank holds of a layer: which experts, which columns of their width, and which heads.
 
 use std::ops::Range;
 
-use super::{Placement, PlacementRule, Topology};
+use super::{HeadShare, Heads, Placement, PlacementRule, Topology};
+use crate::checkpoint::ModelConfig;
 use crate::error::Result;
 
 /// Columns come in groups of this many on the device: kernels read rows in steps of eight elements, and eight elements
@@ -72,6 +73,30 @@ impl ExpertShare {
     /// True when the rank holds every expert in its whole width.
     pub fn is_whole(&self) -> bool {
         self.placement.is_identity() && self.width.len() == self.full_width
+    }
+}
+
+/// One rank's part of a model's layers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RankShare {
+    /// Of attention.
+    pub heads: HeadShare,
+    /// Of the experts, in layers that have them.
+    pub experts: ExpertShare,
+}
+
+impl RankShare {
+    /// The share that `rule` and `topology` give a rank of the model `config`.
+    ///
+    /// Errors: those of [`ExpertShare::new`].
+    pub fn new(config: &ModelConfig, rule: &PlacementRule, topology: Topology) -> Result<Self> {
+        let experts = ExpertShare::new(rule, topology, config.moe.experts, config.moe.expert_width)?;
+        Ok(Self { heads: HeadShare::new(Heads::of(config), topology), experts })
+    }
+
+    /// `experts` beside all heads of the model `config`.
+    pub fn of_experts(config: &ModelConfig, experts: ExpertShare) -> Self {
+        Self { heads: HeadShare::whole(Heads::of(config)), experts }
     }
 }
 

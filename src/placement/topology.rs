@@ -1,4 +1,5 @@
-//! How a world of ranks is arranged: groups that share out the experts, and ranks of a group that share each expert's width.
+//! How a world of ranks is arranged: groups that share out the experts, ranks of a group that share each expert's width, and
+//! whether all of them share out the heads of attention.
 
 use std::ops::Range;
 
@@ -8,18 +9,20 @@ use crate::error::{Error, ErrorKind, Result};
 const MAX_RANKS: usize = 1 << 12;
 
 /// One rank's place in the world. W = `tp` ranks (`ep` where `tp` is not given) form `ep` expert groups of
-/// `moe_tp = W / ep` ranks each: a group holds its share of the experts, and its ranks share their width.
+/// `moe_tp = W / ep` ranks each: a group holds its share of the experts, and its ranks share their width. Where `tp` is given,
+/// all W ranks share out the heads of attention; otherwise each has all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Topology {
     world: usize,
     ep: usize,
+    attention_tp: usize,
     rank: usize,
 }
 
 impl Default for Topology {
     /// One rank.
     fn default() -> Self {
-        Self { world: 1, ep: 1, rank: 0 }
+        Self { world: 1, ep: 1, attention_tp: 1, rank: 0 }
     }
 }
 
@@ -41,12 +44,14 @@ impl Topology {
         if rank >= world {
             return fail(format!("expected a rank below {world}, got {rank}"));
         }
-        Ok(Self { world, ep, rank })
+        Ok(Self { world, ep, attention_tp: tp.unwrap_or(1), rank })
     }
 
     /// The same world seen from `rank`. Errors: `Config` when there is no such rank.
     pub fn at(self, rank: usize) -> Result<Self> {
-        Self::new(Some(self.world), Some(self.ep), rank)
+        // Without `tp` the world is `ep` ranks.
+        let tp = (self.attention_tp == self.world).then_some(self.world);
+        Self::new(tp, Some(self.ep), rank)
     }
 
     /// W: number of ranks.
@@ -62,6 +67,11 @@ impl Topology {
     /// This rank, below W.
     pub fn rank(self) -> usize {
         self.rank
+    }
+
+    /// Ranks that share out the heads of attention: W where `tp` was given, otherwise 1.
+    pub fn attention_tp(self) -> usize {
+        self.attention_tp
     }
 
     /// Ranks that share the width of one expert.
@@ -138,6 +148,22 @@ mod tests {
         assert_eq!(numbers(Some(4), Some(2), 3), [4, 2, 2, 1, 1]);
         let columns = |rank| Topology::new(Some(4), Some(2), rank).unwrap().width_range(5);
         assert_eq!([columns(0), columns(1), columns(2), columns(3)], [0..3, 3..5, 0..3, 3..5]);
+    }
+
+    #[test]
+    fn attention_is_shared_out_where_tp_was_given() {
+        let degree = |tp, ep| {
+            let first = Topology::new(tp, ep, 0).unwrap();
+            let last = first.at(first.world() - 1).unwrap();
+            assert_eq!(last, Topology::new(tp, ep, first.world() - 1).unwrap(), "{tp:?} {ep:?}");
+            [first.attention_tp(), last.attention_tp()]
+        };
+        let cases =
+            [(None, None, 1), (None, Some(4), 1), (Some(4), None, 4), (Some(4), Some(4), 4), (Some(4), Some(2), 4)];
+        for (tp, ep, want) in cases {
+            assert_eq!(degree(tp, ep), [want; 2], "{tp:?} {ep:?}");
+        }
+        assert_eq!(Topology::new(Some(1), Some(1), 0).unwrap(), Topology::default());
     }
 
     #[test]

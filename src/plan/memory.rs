@@ -1,6 +1,7 @@
 //! Sizes of an engine under the device's limits: cache blocks, rows of a step, rows of logits.
 
 use crate::checkpoint::ModelConfig;
+use crate::placement::HeadShare;
 
 /// Bytes of keys and values that the engine takes when nobody asks for a context.
 const DEFAULT_CACHE_BYTES: u64 = 4 << 30;
@@ -22,10 +23,11 @@ pub struct EngineSizes {
     pub sequences: usize,
 }
 
-/// Chooses sizes for `sequences` sequences of `max_context` tokens (0: as long as the model allows) and steps of
+/// Chooses sizes for a rank with the heads `heads`, for `sequences` sequences of `max_context` tokens (0: as long as the model allows) and steps of
 /// `step_tokens` rows, so that no binding exceeds `limit` bytes. `block_size` is the positions of a cache block.
 pub fn engine_sizes(
     config: &ModelConfig,
+    heads: &HeadShare,
     limit: u64,
     sequences: usize,
     max_context: usize,
@@ -34,11 +36,11 @@ pub fn engine_sizes(
 ) -> EngineSizes {
     let row = |bytes: usize| (limit / bytes.max(1) as u64).max(1) as usize;
     // A decoding sequence has one row of logits and of everything else.
-    let widest = widest_row(config);
+    let widest = widest_row(config, heads);
     let sequences = sequences.clamp(1, 4096).min(row(config.vocab * 4)).min(row(widest * 4));
     let step_tokens = step_tokens.max(sequences).min(row(widest * 4));
     let logit_rows = row(config.vocab * 4).min((LOGIT_BYTES / (config.vocab as u64 * 4)) as usize).max(sequences);
-    let block_bytes = (block_size * config.kv_heads * config.head_dim * 4) as u64;
+    let block_bytes = (block_size * heads.kv_range().len() * 4) as u64;
     let asked = if max_context == 0 { config.max_positions } else { max_context.min(config.max_positions) };
     let mut blocks = asked.div_ceil(block_size) * sequences;
     if max_context == 0 {
@@ -52,8 +54,8 @@ pub fn engine_sizes(
 }
 
 /// Values of the widest scratch row of one token.
-fn widest_row(config: &ModelConfig) -> usize {
-    let attention = (config.heads + 2 * config.kv_heads) * config.head_dim;
+fn widest_row(config: &ModelConfig, heads: &HeadShare) -> usize {
+    let attention = heads.q_range().len() + 2 * heads.kv_range().len();
     let experts = config.moe.top_k * config.hidden.max(2 * config.moe.expert_width);
     // The adapters' intermediate: three projections of the largest rank that is read and a bias, one row a pair.
     let adapters = config.moe.top_k.max(1) * 3 * (crate::adapter::MAX_RANK + 1).next_multiple_of(8);
@@ -65,6 +67,7 @@ mod tests {
     use super::*;
     use crate::checkpoint::MlpKind;
     use crate::family::Family;
+    use crate::placement::{Heads, Topology};
     use crate::shape::MoeShape;
 
     fn qwen3_30b() -> ModelConfig {
@@ -89,12 +92,24 @@ mod tests {
         }
     }
 
+    fn all_heads() -> HeadShare {
+        HeadShare::whole(Heads::of(&qwen3_30b()))
+    }
+
+    #[test]
+    fn a_rank_with_fewer_heads_has_room_for_more_positions() {
+        let config = qwen3_30b();
+        let fourth = HeadShare::new(Heads::of(&config), Topology::new(Some(4), None, 0).unwrap());
+        let blocks = |heads| engine_sizes(&config, heads, 2 << 30, 64, 0, 512, 16).blocks;
+        assert_eq!(blocks(&fourth) / 4, blocks(&all_heads()));
+    }
+
     #[test]
     fn an_asked_context_is_given_and_the_default_one_is_bounded() {
         let config = qwen3_30b();
         let wide = 2 << 30;
-        assert_eq!(engine_sizes(&config, wide, 1, 30_000, 512, 16).max_context, 30_000);
-        let default = engine_sizes(&config, wide, 64, 0, 512, 16);
+        assert_eq!(engine_sizes(&config, &all_heads(), wide, 1, 30_000, 512, 16).max_context, 30_000);
+        let default = engine_sizes(&config, &all_heads(), wide, 64, 0, 512, 16);
         assert!(default.blocks * 16 * 4 * 128 * 4 * 2 * 48 <= 4 << 30);
         assert_eq!(default.max_context, default.blocks * 16);
     }
@@ -103,8 +118,8 @@ mod tests {
     fn no_scratch_or_cache_exceeds_a_small_binding() {
         let config = qwen3_30b();
         for limit in [16 << 20, 128 << 20] {
-            let sizes = engine_sizes(&config, limit, 4096, 0, 100_000, 16);
-            assert!((sizes.step_tokens * widest_row(&config) * 4) as u64 <= limit, "{sizes:?}");
+            let sizes = engine_sizes(&config, &all_heads(), limit, 4096, 0, 100_000, 16);
+            assert!((sizes.step_tokens * widest_row(&config, &all_heads()) * 4) as u64 <= limit, "{sizes:?}");
             assert!((sizes.logit_rows * config.vocab * 4) as u64 <= limit, "{sizes:?}");
             assert!((sizes.blocks * 16 * 4 * 128 * 4) as u64 <= limit, "{sizes:?}");
             assert!(sizes.sequences <= sizes.step_tokens);

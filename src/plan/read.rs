@@ -1,5 +1,6 @@
 //! Which bytes of a checkpoint one rank reads: decided from headers alone, before any data is touched.
 
+mod heads;
 mod slice;
 
 use std::collections::BTreeMap;
@@ -13,7 +14,7 @@ use crate::checkpoint::{ModelConfig, TensorHeader};
 use crate::error::{Error, ErrorKind, Result};
 use crate::family::class::{ExpertTensor, Group, expert_tensor, group};
 use crate::family::table::Stored;
-use crate::placement::{Placement, PlacementRule, Topology};
+use crate::placement::{HeadShare, Heads, Placement, PlacementRule, Topology};
 
 /// Which block scales (and zero points, group indices) of routed experts a rank reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -25,9 +26,9 @@ pub enum ScalePolicy {
     All,
 }
 
-/// How a checkpoint lays out its experts: what the headers do not say.
+/// How a checkpoint lays out what ranks share out: what the headers do not say.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ExpertLayout {
+pub struct StoredLayout {
     /// E of the model's own layers. Draft layers may have another number; theirs is counted.
     pub experts: usize,
     /// F: width of one expert.
@@ -38,9 +39,11 @@ pub struct ExpertLayout {
     pub interleaved: bool,
     /// Bare fused parameters are `[E, in, out]` (gpt-oss in bf16); otherwise `[E, out, in]`.
     pub transposed: bool,
+    /// Heads of attention.
+    pub heads: Heads,
 }
 
-impl ExpertLayout {
+impl StoredLayout {
     /// The layout of the family of `config`.
     pub fn of(config: &ModelConfig) -> Self {
         let table = config.family.table();
@@ -50,6 +53,7 @@ impl ExpertLayout {
             layers: config.n_layers(),
             interleaved: table.interleaved,
             transposed: table.stored != Stored::OutIn,
+            heads: Heads::of(config),
         }
     }
 }
@@ -101,13 +105,14 @@ impl ReadPlan {
     /// quantisation group or packed word.
     pub fn new<'a>(
         headers: impl Iterator<Item = TensorHeader<'a>>,
-        layout: &ExpertLayout,
+        layout: &StoredLayout,
         rule: &PlacementRule,
         topology: Topology,
         scales: ScalePolicy,
     ) -> Result<Self> {
         let headers: Vec<_> = headers.collect();
         let placements = Placements::new(&headers, layout, rule, topology)?;
+        let share = HeadShare::new(layout.heads, topology);
         let mut tensors = Vec::with_capacity(headers.len());
         let mut bills = BTreeMap::<Group, Bill>::new();
         for header in &headers {
@@ -118,7 +123,7 @@ impl ReadPlan {
                     let rank = Rank { layout, placement, topology, scales };
                     (tensor.group, rank.spans(header, &tensor).map_err(at)?)
                 }
-                None => (group(header.name), Span::whole(header.n_bytes)),
+                None => (group(header.name), heads::spans(header, &share)),
             };
             let read = spans.iter().map(Span::n_bytes).sum();
             let bill = bills.entry(group).or_default();
@@ -156,7 +161,7 @@ struct Placements<'a> {
 impl<'a> Placements<'a> {
     fn new(
         headers: &[TensorHeader<'a>],
-        layout: &ExpertLayout,
+        layout: &StoredLayout,
         rule: &PlacementRule,
         topology: Topology,
     ) -> Result<Self> {
@@ -204,7 +209,7 @@ fn is_main(module: &str, layers: usize) -> bool {
 
 /// One rank's view of one module with experts.
 struct Rank<'a> {
-    layout: &'a ExpertLayout,
+    layout: &'a StoredLayout,
     placement: &'a Placement,
     topology: Topology,
     scales: ScalePolicy,

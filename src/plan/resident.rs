@@ -7,7 +7,7 @@ use crate::checkpoint::{Checkpoint, MlpKind};
 use crate::error::Result;
 use crate::family::class::Group;
 use crate::family::{ExpertPart, Role};
-use crate::placement::{ExpertShare, PlacementRule, Topology};
+use crate::placement::{PlacementRule, RankShare, Topology};
 
 /// Elements that the kernels read at a time: rows on the device are padded with zeros to a multiple.
 const ELEMENTS: usize = 8;
@@ -54,10 +54,9 @@ pub fn by_group(stacks: &[Stack]) -> BTreeMap<Group, u64> {
 /// Errors: those of the rule and of the checkpoint.
 pub fn stacks(checkpoint: &Checkpoint, rule: &PlacementRule, topology: Topology) -> Result<Vec<Stack>> {
     let config = checkpoint.config();
-    let share = ExpertShare::new(rule, topology, config.moe.experts, config.moe.expert_width)?;
-    let (owned, width) = (share.placement().owned(), share.padded_width());
-    let (d, q) = (config.hidden, config.heads * config.head_dim);
-    let kv = config.kv_heads * config.head_dim;
+    let RankShare { heads, experts } = RankShare::new(config, rule, topology)?;
+    let (owned, width) = (experts.placement().owned(), experts.padded_width());
+    let (d, q, kv) = (config.hidden, heads.q_range().len(), heads.kv_range().len());
     let mut stacks = Vec::new();
     let mut push = |label: String, group, matrices, rows, columns: usize, element: usize| {
         let row_bytes = (columns.next_multiple_of(ELEMENTS) * element) as u64;

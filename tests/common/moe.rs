@@ -13,7 +13,7 @@ use wgmoe::checkpoint::MlpKind;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::{Recording, View};
 use wgmoe::layer::{LoraBatch, MoeTensors};
-use wgmoe::placement::{ExpertShare, Placement};
+use wgmoe::placement::{ExpertShare, Placement, RankShare};
 use wgmoe::reference::{self, MoeOutput};
 use wgmoe::router::RouteOptions;
 use wgmoe::shape::MoeShape;
@@ -102,11 +102,7 @@ impl Twin {
 
     /// What a pool for this layer alone is made of.
     pub fn pool_options(&self, slots: usize) -> PoolOptions {
-        let mut config = ModelConfig::open(Path::new("tests/data/tiny/qwen3_moe")).unwrap();
-        (config.hidden, config.moe) = (self.shape.hidden, self.shape);
-        // Every attention projection is square.
-        (config.heads, config.kv_heads, config.head_dim) = (1, 1, self.shape.hidden);
-        let sites = LayerSites::new(&config, MlpKind::Experts, &self.share, slots);
+        let sites = LayerSites::new(&config(self.shape), MlpKind::Experts, &rank_share(self.shape, &self.share), slots);
         PoolOptions { layers: vec![(sites, Some(self.share.clone()))], ends: None, slots, budget: None }
     }
 
@@ -283,6 +279,20 @@ pub fn adapter_of(shape: MoeShape, seed: u64, rank: usize, dtype: DType, sites: 
     Adapter { path: PathBuf::new(), factors, bytes_read: 0, share: None }
 }
 
+/// A model of layers of this shape.
+fn config(shape: MoeShape) -> ModelConfig {
+    let mut config = ModelConfig::open(Path::new("tests/data/tiny/qwen3_moe")).unwrap();
+    (config.hidden, config.moe) = (shape.hidden, shape);
+    // Every attention projection is square.
+    (config.heads, config.kv_heads, config.head_dim) = (1, 1, shape.hidden);
+    config
+}
+
+/// `experts` beside all heads.
+pub fn rank_share(shape: MoeShape, experts: &ExpertShare) -> RankShare {
+    RankShare::of_experts(&config(shape), experts.clone())
+}
+
 /// The same adapter with a bias of `dtype` on every second factor.
 pub fn biased(seed: u64, dtype: DType, mut adapter: Adapter) -> Adapter {
     let mut rng = Rng::new(seed);
@@ -293,8 +303,8 @@ pub fn biased(seed: u64, dtype: DType, mut adapter: Adapter) -> Adapter {
     adapter
 }
 
-/// What a rank that holds `share` reads of an adapter.
-pub fn cut(adapter: &Adapter, share: &ExpertShare) -> Adapter {
+/// What a rank that holds `share` reads of an adapter for a layer of this shape.
+pub fn cut(shape: MoeShape, adapter: &Adapter, share: &ExpertShare) -> Adapter {
     let columns = share.width();
     let part = |m: &Matrix, rows: Range<usize>, cols: Range<usize>| {
         let size = m.dtype.size();
@@ -320,7 +330,7 @@ pub fn cut(adapter: &Adapter, share: &ExpertShare) -> Adapter {
         }
         f
     });
-    Adapter { factors: factors.collect(), share: Some(share.clone()), ..adapter.clone() }
+    Adapter { factors: factors.collect(), share: Some(rank_share(shape, share)), ..adapter.clone() }
 }
 
 /// Makes an adapter resident and pins it.

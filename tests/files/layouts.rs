@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use wgmoe::adapter::Site;
 use wgmoe::checkpoint::{Mixer, MlpKind, ModelConfig};
 use wgmoe::family::Family;
-use wgmoe::placement::{ExpertShare, PlacementRule, Topology};
+use wgmoe::placement::{PlacementRule, RankShare, Topology};
 
 use super::{Tensor, tiny};
 
@@ -32,17 +32,18 @@ pub struct Layout {
     pub each: [usize; 2],
     /// The same of what all experts share.
     pub shared: [usize; 2],
-    /// Elements outside the experts.
+    /// Elements outside the experts, but for A of the output projection.
     pub other: usize,
 }
 
 impl Layout {
-    /// Bytes that a rank must read that holds `width` columns of `owned`.
-    pub fn bytes(&self, owned: &[usize], width: usize) -> u64 {
+    /// Bytes that a rank must read that holds `width` columns of `owned`, and `heads` heads.
+    pub fn bytes(&self, owned: &[usize], width: usize, heads: usize) -> u64 {
         let elements = |[whole, column]: [usize; 2]| whole + column * width;
         let held = owned.iter().filter(|e| self.factors.iter().any(|f| f.1 == **e)).count();
         let shared = if held > 0 { elements(self.shared) } else { 0 };
-        4 * (self.other + shared + held * elements(self.each)) as u64
+        let output = R * heads * self.model.head_dim;
+        4 * (self.other + output + shared + held * elements(self.each)) as u64
     }
 }
 
@@ -56,9 +57,9 @@ pub fn rules(ep: usize) -> [PlacementRule; 3] {
     [PlacementRule::Linear, PlacementRule::RoundRobin, PlacementRule::Table((0..E).map(owners).collect())]
 }
 
-/// What `rank` of `tp` ranks in `ep` groups holds.
-pub fn share(rule: &PlacementRule, [tp, ep]: [usize; 2], rank: usize) -> ExpertShare {
-    ExpertShare::new(rule, Topology::new(Some(tp), Some(ep), rank).unwrap(), E, F).unwrap()
+/// What `rank` of `tp` ranks in `ep` groups holds of `model`.
+pub fn share(model: &ModelConfig, rule: &PlacementRule, [tp, ep]: [usize; 2], rank: usize) -> RankShare {
+    RankShare::new(model, rule, Topology::new(Some(tp), Some(ep), rank).unwrap()).unwrap()
 }
 
 /// A model of `family` with two layers, in letters of this file.
@@ -173,7 +174,7 @@ fn config(changes: Value) -> Value {
     super::patched(base, &changes)
 }
 
-/// Router, attention and LM head, which every rank reads whole.
+/// Router and LM head, which every rank reads whole, and an output projection, which two ranks share out.
 fn others(family: Family) -> Vec<Tensor> {
     let router = match family {
         Family::GptOss => "model.layers.0.mlp.router",
@@ -196,7 +197,8 @@ fn layout(
     (each, shared): ([usize; 2], [usize; 2]),
 ) -> Layout {
     let others = others(family);
-    let other = others.iter().map(|t| t.bytes.len() / 4).sum();
+    let all: usize = others.iter().map(|t| t.bytes.len() / 4).sum();
+    let other = all - R * 16;
     tensors.extend(others);
     Layout { name, model: model(family), config: config(changes), tensors, factors, each, shared, other }
 }

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use wgmoe::adapter::Adapter;
 use wgmoe::checkpoint::{ModelConfig, SafetensorsFile};
+use wgmoe::dtype::DType;
 use wgmoe::{ErrorKind, Result};
 
 /// The tiny model and its adapters, in the test data.
@@ -50,6 +51,23 @@ pub fn read(path: &Path) -> Vec<Tensor> {
         }
     });
     all.collect()
+}
+
+/// The adapter in `dir`, which has none, with a bias on every projection.
+pub fn biased(dir: &Path) -> TempDir {
+    let mut tensors = read(&dir.join("adapter_model.safetensors"));
+    let biases: Vec<_> = tensors
+        .iter()
+        .filter_map(|t| {
+            let module = t.name.strip_suffix(".lora_B.weight")?;
+            let values = layouts::values(t.shape[0], 1, module.len()).2;
+            let (name, dtype) = (format!("{module}.lora_B.bias"), "BF16".to_owned());
+            Some(Tensor { name, dtype, shape: vec![t.shape[0]], bytes: DType::Bf16.encode(&values) })
+        })
+        .collect();
+    tensors.extend(biases);
+    let config = patched(json_file(&dir.join("adapter_config.json")), &json!({"lora_bias": true}));
+    folder(&[("adapter_config.json", config.to_string().into()), ("adapter_model.safetensors", encode(&tensors))])
 }
 
 /// A safetensors file with this header and data.

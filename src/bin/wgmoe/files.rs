@@ -10,7 +10,7 @@ use wgmoe::adapter::Adapter;
 use wgmoe::checkpoint::{Checkpoint, ModelConfig};
 #[cfg(feature = "mpi")]
 use wgmoe::exchange::Exchange as _;
-use wgmoe::placement::ExpertShare;
+use wgmoe::placement::RankShare;
 use wgmoe::text::{ChatTemplate, Tokenizer};
 
 #[cfg(feature = "mpi")]
@@ -113,9 +113,7 @@ impl ModelFiles {
         }
         let checkpoint = Checkpoint::open(&self.model)?;
         let share = self.share(world);
-        let moe = &checkpoint.config().moe;
-        let owned =
-            ExpertShare::new(&share.options.rule()?, share.options.topology(0)?, moe.experts, moe.expert_width)?;
+        let owned = RankShare::new(checkpoint.config(), &share.options.rule()?, share.options.topology(0)?)?;
         let tokenizer = Tokenizer::open(&self.model)?;
         let adapters = share.adapters(checkpoint.config(), &owned)?;
         let template = OnceCell::new();

@@ -11,7 +11,7 @@ use wgmoe::engine::Worker;
 use wgmoe::exchange::{Exchange, Local};
 use wgmoe::gpu::{Gpu, GpuInfo, Tier};
 use wgmoe::model::{LoadOptions, Model};
-use wgmoe::placement::{ExpertShare, PlacementRule, Topology};
+use wgmoe::placement::{PlacementRule, RankShare, Topology};
 
 use crate::{Device, usage};
 
@@ -19,7 +19,8 @@ use crate::{Device, usage};
 #[derive(Args, Clone)]
 #[command(next_help_heading = "Ranks")]
 pub struct RankOptions {
-    /// Number of ranks [default: --ep]
+    /// Number of ranks; they also share out the heads of attention where these divide [default: --ep ranks, each with all
+    /// of attention]
     #[arg(long, value_name = "N")]
     pub tp: Option<usize>,
     /// Number of expert groups; divides the number of ranks
@@ -82,8 +83,8 @@ impl Share {
         Ok((model, adapters))
     }
 
-    /// What a rank with the share `owned` of the experts has of every adapter, under their names.
-    pub fn adapters(&self, config: &ModelConfig, owned: &ExpertShare) -> anyhow::Result<Vec<(String, Adapter)>> {
+    /// What a rank with the share `owned` of the model has of every adapter, under their names.
+    pub fn adapters(&self, config: &ModelConfig, owned: &RankShare) -> anyhow::Result<Vec<(String, Adapter)>> {
         let open = |(name, dir): &(String, PathBuf)| {
             let adapter = Adapter::open_for(dir, config, owned).with_context(|| format!("adapter `{name}`"))?;
             Ok((name.clone(), adapter))

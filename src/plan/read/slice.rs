@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::ExpertLayout;
+use super::StoredLayout;
 use crate::checkpoint::TensorHeader;
 use crate::error::{Error, ErrorKind, Result};
 use crate::family::class::{ExpertTensor, Group, Projection};
@@ -43,7 +43,7 @@ impl Span {
 pub(super) fn spans(
     header: &TensorHeader<'_>,
     tensor: &ExpertTensor<'_>,
-    layout: &ExpertLayout,
+    layout: &StoredLayout,
     topology: Topology,
     owned: &[Range<usize>],
 ) -> Result<Vec<Span>> {
@@ -96,7 +96,7 @@ enum Part {
     Along { axis: usize, ranges: Vec<Range<usize>> },
 }
 
-fn part(inner: &[usize], tensor: &ExpertTensor<'_>, layout: &ExpertLayout, topology: Topology) -> Result<Part> {
+fn part(inner: &[usize], tensor: &ExpertTensor<'_>, layout: &StoredLayout, topology: Topology) -> Result<Part> {
     if topology.moe_tp() == 1 {
         return Ok(Part::Whole);
     }

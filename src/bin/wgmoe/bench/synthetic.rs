@@ -12,7 +12,7 @@ use wgmoe::gpu::Gpu;
 use wgmoe::kernels::Recording;
 use wgmoe::kernels::random::Random;
 use wgmoe::layer::MoeLayer;
-use wgmoe::placement::ExpertShare;
+use wgmoe::placement::{ExpertShare, RankShare};
 use wgmoe::router::RouteOptions;
 use wgmoe::shape::MoeShape;
 use wgmoe::upload::{StreamOptions, Uploader};
@@ -70,7 +70,8 @@ impl Synthetic {
         let slots = ranks.len().max(1);
         let share = ExpertShare::whole(experts, f)?;
         let config = ModelConfig { layers: vec![MlpKind::Experts], ..shape.config.clone() };
-        let sites = LayerSites::new(&config, MlpKind::Experts, &share, slots);
+        let held = RankShare::of_experts(&config, share.clone());
+        let sites = LayerSites::new(&config, MlpKind::Experts, &held, slots);
         let mut pool = AdapterPool::new(gpu, vec![(sites, Some(share))], slots)?;
         let adapters: Vec<Adapter> =
             ranks.iter().enumerate().map(|(i, rank)| adapter(&moe, *rank, 1, 100 + i as u32)).collect();

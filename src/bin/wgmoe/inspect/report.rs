@@ -8,8 +8,8 @@ use serde::Serialize;
 use wgmoe::adapter::{Adapter, Site};
 use wgmoe::checkpoint::{Checkpoint, MlpKind, ModelConfig};
 use wgmoe::family::class::Group;
-use wgmoe::placement::{ExpertShare, PlacementRule, Topology};
-use wgmoe::plan::read::{Bill, ExpertLayout, ReadPlan, ScalePolicy};
+use wgmoe::placement::{PlacementRule, RankShare, Topology};
+use wgmoe::plan::read::{Bill, ReadPlan, ScalePolicy, StoredLayout};
 use wgmoe::plan::resident;
 
 use crate::table::bytes;
@@ -34,6 +34,7 @@ pub struct Report {
     pub tp: usize,
     pub ep: usize,
     pub moe_tp: usize,
+    pub attention_tp: usize,
     pub placement: String,
     pub device: Option<String>,
     pub binding_limit: u64,
@@ -72,6 +73,8 @@ pub struct Rank {
     /// Global ids.
     pub experts: Vec<usize>,
     pub width: Range<usize>,
+    pub heads: Range<usize>,
+    pub kv_heads: Range<usize>,
     pub read_bytes: u64,
     pub skipped_bytes: u64,
     pub resident_bytes: u64,
@@ -127,6 +130,7 @@ impl Report {
             tp: topology.world(),
             ep: topology.ep(),
             moe_tp: topology.moe_tp(),
+            attention_tp: topology.attention_tp(),
             placement: input.placement.to_owned(),
             device: input.device.clone(),
             binding_limit: input.binding_limit,
@@ -166,7 +170,7 @@ fn model(checkpoint: &Checkpoint) -> Model {
 fn rank(input: &Input, topology: Topology, problems: &mut Vec<String>) -> anyhow::Result<Rank> {
     let config = input.checkpoint.config();
     let plan =
-        ReadPlan::new(input.checkpoint.headers(), &ExpertLayout::of(config), input.rule, topology, input.scales)?;
+        ReadPlan::new(input.checkpoint.headers(), &StoredLayout::of(config), input.rule, topology, input.scales)?;
     let stacks = resident::stacks(input.checkpoint, input.rule, topology)?;
     let (mut bindings, mut split) = (0, Vec::new());
     for stack in &stacks {
@@ -187,6 +191,7 @@ fn rank(input: &Input, topology: Topology, problems: &mut Vec<String>) -> anyhow
         let (need, have) = (bytes(resident_bytes), bytes(memory));
         problems.push(format!("rank {}: the weights need {need}, more than {have}", topology.rank()));
     }
+    let heads = RankShare::new(config, input.rule, topology)?.heads;
     let experts = input.rule.place(config.moe.experts, topology)?.owned();
     let width = topology.width_range(config.moe.expert_width);
     if experts.is_empty() || width.is_empty() {
@@ -205,6 +210,8 @@ fn rank(input: &Input, topology: Topology, problems: &mut Vec<String>) -> anyhow
         moe_tp_rank: topology.moe_tp_rank(),
         experts,
         width,
+        heads: heads.heads(),
+        kv_heads: heads.kv_heads(),
         read_bytes: plan.read_bytes(),
         skipped_bytes: plan.skipped_bytes(),
         resident_bytes,
@@ -240,7 +247,7 @@ fn fill(report: &mut AdapterReport, dir: &Path, config: &ModelConfig, input: &In
     }
     report.bytes = adapter.bytes_read;
     for topology in input.topologies {
-        let share = ExpertShare::new(input.rule, *topology, config.moe.experts, config.moe.expert_width)?;
+        let share = RankShare::new(config, input.rule, *topology)?;
         report.bytes_by_rank.push(Adapter::open_for(dir, config, &share)?.bytes_read);
     }
     Ok(())

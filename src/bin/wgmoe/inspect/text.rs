@@ -66,13 +66,24 @@ fn plural(n: usize, what: &str) -> String {
 }
 
 fn ranks(report: &Report) -> comfy_table::Table {
-    let mut table =
-        table(["rank", "experts", "width", "reads", "skips", "on the device", "buffers", "largest", "fits"]);
+    let mut table = table([
+        "rank",
+        "experts",
+        "width",
+        "heads (kv)",
+        "reads",
+        "skips",
+        "on the device",
+        "buffers",
+        "largest",
+        "fits",
+    ]);
     for rank in &report.ranks {
         table.add_row([
             rank.rank.to_string(),
             format!("{}: {}", rank.experts.len(), ids(&rank.experts)),
             format!("{}..{}", rank.width.start, rank.width.end),
+            format!("{}..{} ({}..{})", rank.heads.start, rank.heads.end, rank.kv_heads.start, rank.kv_heads.end),
             bytes(rank.read_bytes),
             bytes(rank.skipped_bytes),
             bytes(rank.resident_bytes),
