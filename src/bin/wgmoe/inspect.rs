@@ -23,8 +23,9 @@ const DEFAULT_BINDING_BYTES: u64 = 128 << 20;
 #[derive(Args)]
 #[command(after_help = "\
 Headers alone are read, so this takes no time for a model of any size. W ranks (--tp, else --ep) form --ep
-groups; a group holds its share of the experts, and its W / ep ranks share their width. A placement file is
-a JSON list with the owners (groups, from 0) of each expert: [[0], [1], [0, 1], ...].
+groups; a group holds its share of the experts, and its W / ep ranks share their width. With --tp all W ranks
+share out the heads of attention where these divide; otherwise each has all of attention. A placement file
+is a JSON list with the owners (groups, from 0) of each expert: [[0], [1], [0, 1], ...].
 
 Exit code 1 when something does not match or does not fit; the report is still printed.
 
