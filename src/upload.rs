@@ -15,8 +15,9 @@ use crate::checkpoint::Block;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::gpu::Gpu;
-use crate::kernels::View;
 use crate::kernels::expert_gemm::Weights;
+use crate::kernels::random::Random;
+use crate::kernels::{Recording, View};
 use crate::plan::matrix::{Exponent, Measured};
 use crate::plan::pieces::cut;
 
@@ -29,9 +30,12 @@ pub struct Uploader<'a> {
     chunks: Vec<Chunk<'a>>,
     /// Stacks whose weights are measured while they are read.
     measured: Vec<Arc<Measured>>,
+    /// Bindings that are filled on the device: with what, from which weight on, and how many.
+    made_up: Vec<(View, Random, u32, usize)>,
     /// Bytes read while collecting.
     bytes_read: u64,
     n_bytes: u64,
+    made_up_bytes: u64,
 }
 
 /// Takes the number of a buffer, an offset in it and bytes.
@@ -40,13 +44,41 @@ pub type Sink<'a> = dyn FnMut(usize, u64, &[u8]) -> Result<()> + 'a;
 impl<'a> Uploader<'a> {
     /// Uploads to `gpu`.
     pub fn new(gpu: &Gpu) -> Self {
-        let (buffers, chunks, measured) = (Vec::new(), Vec::new(), Vec::new());
-        Self { gpu: gpu.clone(), buffers, chunks, measured, bytes_read: 0, n_bytes: 0 }
+        let (buffers, chunks, measured, made_up) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Self { gpu: gpu.clone(), buffers, chunks, measured, made_up, bytes_read: 0, n_bytes: 0, made_up_bytes: 0 }
     }
 
-    /// Bytes that will be written, padding included.
+    /// Bytes that will be written, padding and random weights included.
     pub fn n_bytes(&self) -> u64 {
-        self.n_bytes
+        self.n_bytes + self.made_up_bytes
+    }
+
+    /// A stack of `count` matrices `[out, in]` of random weights, which the device makes.
+    ///
+    /// # Errors
+    /// As [`stack`](Self::stack).
+    pub fn random(
+        &mut self,
+        label: &str,
+        count: usize,
+        [out_dim, in_dim]: [usize; 2],
+        random: Random,
+    ) -> Result<Weights> {
+        check_columns(label, in_dim)?;
+        let dtype = random.dtype;
+        let limit = self.gpu.capabilities().max_binding_bytes;
+        let mut pieces = Vec::new();
+        for piece in cut(count, out_dim, (in_dim * dtype.size()) as u64, limit)? {
+            let n = piece.count * piece.rows * in_dim;
+            let n_bytes = (n * dtype.size()) as u64;
+            let view = View::whole(&self.gpu.buffer(label, n_bytes, wgpu::BufferUsages::empty())?);
+            let first = (piece.first * out_dim + piece.row_begin) * in_dim;
+            self.made_up.push((view.clone(), random, first as u32, n));
+            self.made_up_bytes += n_bytes;
+            pieces.push((piece, view));
+        }
+        let exponent = random.weight_exponent();
+        Ok(Weights { dtype, count, out_dim, in_dim, pieces, exponent })
     }
 
     /// A stack of `count` matrices `[out, in]`; `parts(m)` gives the row blocks of matrix m, top to bottom. Blocks with
@@ -63,12 +95,7 @@ impl<'a> Uploader<'a> {
         [out_dim, in_dim]: [usize; 2],
         parts: &dyn Fn(usize) -> Result<Vec<Block<'a>>>,
     ) -> Result<Weights> {
-        if in_dim % 8 != 0 {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!("`{label}`: rows of {in_dim} weights, expected a multiple of 8"),
-            ));
-        }
+        check_columns(label, in_dim)?;
         let matrices = (0..count).map(parts).collect::<Result<Vec<_>>>()?;
         let dtype = matrices.first().and_then(|m| m.first()).map_or(DType::F32, Block::dtype);
         for block in matrices.iter().flatten() {
@@ -137,6 +164,7 @@ impl<'a> Uploader<'a> {
     /// # Errors
     /// [`ErrorKind::Io`], [`ErrorKind::Cancelled`], and [`ErrorKind::Device`] when the device was lost.
     pub fn run(self, options: &StreamOptions<'_>, progress: &mut dyn FnMut(u64, u64)) -> Result<Streamed> {
+        self.make_up()?;
         let mut ring = Ring::new(&self.gpu);
         let buffers = self.buffers.clone();
         let streamed =
@@ -170,6 +198,22 @@ impl<'a> Uploader<'a> {
         Ok(streamed)
     }
 
+    /// Fills what is random, a binding a submission: a desktop driver minds long ones.
+    fn make_up(&self) -> Result<()> {
+        let mut rec = Recording::new(&self.gpu);
+        for (view, random, first, n) in &self.made_up {
+            let mut encoder =
+                self.gpu.device().create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("random") });
+            {
+                let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+                random.fill(&mut rec, &mut pass, view, *first, *n)?;
+            }
+            rec.flush();
+            self.gpu.queue().submit([encoder.finish()]);
+        }
+        Ok(())
+    }
+
     /// A buffer that [`run`](Self::run) will write.
     fn buffer(&mut self, label: &str, n_bytes: u64) -> Result<View> {
         let buffer = self.gpu.buffer(label, n_bytes, wgpu::BufferUsages::empty())?;
@@ -183,6 +227,15 @@ impl<'a> Uploader<'a> {
             self.chunks.push(chunk);
         }
     }
+}
+
+/// Kernels read rows in groups of eight.
+fn check_columns(label: &str, in_dim: usize) -> Result<()> {
+    if in_dim.is_multiple_of(8) {
+        return Ok(());
+    }
+    let message = format!("`{label}`: rows of {in_dim} weights, expected a multiple of 8");
+    Err(Error::new(ErrorKind::Unsupported, message))
 }
 
 /// Rows of a buffer, gathered into chunks.

@@ -126,6 +126,11 @@ impl Engine {
         &self.runner.model
     }
 
+    /// Bytes of adapters on this rank's device.
+    pub fn adapter_bytes(&self) -> u64 {
+        self.runner.pool.bytes()
+    }
+
     /// Longest prompt and answer together, in tokens.
     pub fn max_context(&self) -> usize {
         self.options.max_context

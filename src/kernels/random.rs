@@ -2,12 +2,10 @@
 
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::kernels::expert_gemm::Weights;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::params::params;
 use crate::kernels::{Recording, View, cover};
 use crate::plan::matrix::{Exponent, weight_exponent};
-use crate::plan::pieces::cut;
 
 /// The shader.
 pub static RANDOM: Kernel = Kernel { stem: "random", reads: 0, writes: 1 };
@@ -43,6 +41,12 @@ pub fn vars(dtype: DType) -> Vars {
 }
 
 impl Random {
+    /// Weights whose products with rows of `in_dim` values neither grow nor vanish: their variance is near 1 / (3·in).
+    pub fn for_rows(dtype: DType, in_dim: usize, seed: u32) -> Self {
+        let exponent = -((in_dim.max(1) as f32).log2() / 2.0) as i32;
+        Self { dtype, exponent: exponent.max(-6), seed }
+    }
+
     /// The weight number `at` of a stack, counted through its matrices, row by row.
     pub fn value(&self, at: u32) -> f32 {
         let mixed = |mut v: u32| {
@@ -58,30 +62,9 @@ impl Random {
         (self.exponent as f32).exp2()
     }
 
-    /// Records a stack `[count, out, in]` of such weights, cut as loaded ones are.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Limit`](crate::ErrorKind::Limit) when a row exceeds a binding, and those of the device.
-    pub fn weights(
-        &self,
-        rec: &mut Recording,
-        pass: &mut wgpu::ComputePass<'_>,
-        label: &str,
-        [count, out_dim, in_dim]: [usize; 3],
-    ) -> Result<Weights> {
-        let gpu = rec.gpu().clone();
-        let row_bytes = in_dim * self.dtype.size();
-        let mut pieces = Vec::new();
-        for piece in cut(count, out_dim, row_bytes as u64, gpu.capabilities().max_binding_bytes)? {
-            let weights = piece.count * piece.rows * in_dim;
-            let n_bytes = (weights * self.dtype.size()) as u64;
-            let view = View::whole(&gpu.buffer(label, n_bytes, wgpu::BufferUsages::empty())?);
-            let first = (piece.first * out_dim + piece.row_begin) * in_dim;
-            self.fill(rec, pass, &view, first as u32, weights)?;
-            pieces.push((piece, view));
-        }
-        let exponent = Exponent::known(weight_exponent(self.dtype, &[self.scale() * (255.0 / 256.0)]));
-        Ok(Weights { dtype: self.dtype, count, out_dim, in_dim, pieces, exponent })
+    /// The exponent that a stack of these weights has on the matrix tier.
+    pub fn weight_exponent(&self) -> Exponent {
+        Exponent::known(weight_exponent(self.dtype, &[self.scale() * (255.0 / 256.0)]))
     }
 
     /// Records `n` weights, a multiple of 8, from number `first` on.

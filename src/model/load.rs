@@ -1,12 +1,14 @@
 //! Checkpoint to resident model: what one rank owns, and nothing else.
 
 use crate::activation::Activation;
-use crate::checkpoint::{Checkpoint, MlpKind, ModelConfig};
+use crate::checkpoint::{Block, Checkpoint, MlpKind, ModelConfig};
+use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::family::{ExpertPart, Role};
 use crate::gpu::Gpu;
 use crate::kernels::View;
 use crate::kernels::expert_gemm::Weights;
+use crate::kernels::random::Random;
 use crate::layer::MoeLayer;
 use crate::model::{DecoderLayer, Mlp, Model};
 use crate::placement::{PlacementRule, RankShare, Topology};
@@ -53,27 +55,18 @@ impl Model {
         checkpoint: &'c Checkpoint,
         options: &LoadOptions<'_>,
     ) -> Result<(Self, Uploader<'c>)> {
-        let config = checkpoint.config().clone();
-        config.family.check_decoder()?;
-        check_sizes(&config)?;
-        let share = RankShare::new(&config, &options.placement, options.topology)?;
-        let mut loader = Loader { gpu, checkpoint, share: &share, up: Uploader::new(gpu) };
-        let table = [config.vocab, config.hidden];
-        let embedding = loader.matrix("embedding", table, &[Role::Embedding])?;
-        let lm_head =
-            if config.tie_embeddings { None } else { Some(loader.matrix("lm_head", table, &[Role::LmHead])?) };
-        let final_norm = loader.vectors("final norm", &[Role::FinalNorm])?;
-        let layers = config
-            .layers
-            .iter()
-            .enumerate()
-            .map(|(layer, kind)| loader.layer(layer, *kind))
-            .collect::<Result<Vec<_>>>()?;
-        let up = loader.up;
-        let bytes_resident = up.n_bytes();
-        let (topology, placement) = (options.topology, options.placement.clone());
-        let model = Self { config, embedding, lm_head, final_norm, layers, topology, placement, share, bytes_resident };
-        Ok((model, up))
+        Loader::model(gpu, Source::Checkpoint(checkpoint), checkpoint.config(), options)
+    }
+
+    /// A model of the sizes `config` with random weights of one type, made on the device, and norms of 1: what benchmarks
+    /// measure. Columns that pad a rank's share are random, too, so ranks do not add up to the model of one rank.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load), but for those of the checkpoint.
+    pub fn random(gpu: &Gpu, config: &ModelConfig, dtype: DType, options: &LoadOptions<'_>) -> Result<Self> {
+        let (model, uploader) = Loader::model(gpu, Source::Random(dtype), config, options)?;
+        uploader.run(&options.stream, &mut |_, _| {})?;
+        Ok(model)
     }
 }
 
@@ -102,29 +95,94 @@ fn check_sizes(config: &ModelConfig) -> Result<()> {
     Ok(())
 }
 
+/// Where weights come from.
+#[derive(Clone, Copy)]
+enum Source<'c> {
+    Checkpoint(&'c Checkpoint),
+    /// Nowhere: weights of this type are made up.
+    Random(DType),
+}
+
 /// Makes the buffers of one rank, and notes where their bytes come from.
 struct Loader<'a, 'c> {
     gpu: &'a Gpu,
-    checkpoint: &'c Checkpoint,
+    source: Source<'c>,
+    config: &'a ModelConfig,
     share: &'a RankShare,
     up: Uploader<'c>,
+    /// Random stacks so far: seeds.
+    stacks: u32,
 }
 
-impl Loader<'_, '_> {
+impl<'c> Loader<'_, 'c> {
+    /// The model of `config` with all its buffers, and what has to go into them.
+    fn model(
+        gpu: &Gpu,
+        source: Source<'c>,
+        config: &ModelConfig,
+        options: &LoadOptions<'_>,
+    ) -> Result<(Model, Uploader<'c>)> {
+        config.family.check_decoder()?;
+        check_sizes(config)?;
+        let share = RankShare::new(config, &options.placement, options.topology)?;
+        let mut loader = Loader { gpu, source, config, share: &share, up: Uploader::new(gpu), stacks: 0 };
+        let table = [config.vocab, config.hidden];
+        let embedding = loader.matrix("embedding", table, &[Role::Embedding])?;
+        let lm_head =
+            if config.tie_embeddings { None } else { Some(loader.matrix("lm_head", table, &[Role::LmHead])?) };
+        let final_norm = loader.vectors("final norm", &[Role::FinalNorm])?;
+        let layers = config
+            .layers
+            .iter()
+            .enumerate()
+            .map(|(layer, kind)| loader.layer(layer, *kind))
+            .collect::<Result<Vec<_>>>()?;
+        let up = loader.up;
+        let bytes_resident = up.n_bytes();
+        let (config, topology, placement) = (config.clone(), options.topology, options.placement.clone());
+        let model =
+            Model { config, embedding, lm_head, final_norm, layers, topology, placement, share, bytes_resident };
+        Ok((model, up))
+    }
+
+    /// A stack of matrices whose parts a checkpoint has.
+    fn stack(
+        &mut self,
+        label: &str,
+        count: usize,
+        shape: [usize; 2],
+        parts: &dyn Fn(&'c Checkpoint, usize) -> Result<Vec<Block<'c>>>,
+    ) -> Result<Weights> {
+        match self.source {
+            Source::Checkpoint(checkpoint) => self.up.stack(label, count, shape, &|m| parts(checkpoint, m)),
+            Source::Random(dtype) => {
+                self.stacks += 1;
+                self.up.random(label, count, shape, Random::for_rows(dtype, shape[1], self.stacks))
+            }
+        }
+    }
+
     /// One matrix made of the rows of several tensors.
     fn matrix(&mut self, label: &str, shape: [usize; 2], roles: &[Role]) -> Result<Weights> {
-        let checkpoint = self.checkpoint;
-        self.up.stack(label, 1, shape, &|_| roles.iter().map(|role| checkpoint.block(*role)).collect())
+        self.stack(label, 1, shape, &|checkpoint, _| roles.iter().map(|role| checkpoint.block(*role)).collect())
     }
 
     /// Norm weights, one after the other.
     fn vectors(&mut self, label: &str, roles: &[Role]) -> Result<View> {
-        let blocks = roles.iter().map(|role| self.checkpoint.block(*role)).collect::<Result<Vec<_>>>()?;
+        let blocks = match self.source {
+            Source::Checkpoint(checkpoint) => {
+                roles.iter().map(|role| checkpoint.block(*role)).collect::<Result<Vec<_>>>()?
+            }
+            Source::Random(_) => {
+                let shapes = roles.iter().filter_map(|role| self.config.family.shape(*role, self.config));
+                shapes.map(|shape| Block::row(&vec![1.0; shape.iter().product()])).collect()
+            }
+        };
         self.up.vectors(label, &blocks)
     }
 
     fn layer(&mut self, layer: usize, kind: MlpKind) -> Result<DecoderLayer> {
-        let config = self.checkpoint.config();
+        let config = self.config;
         let d = config.hidden;
         let label = |what: &str| format!("layer {layer} {what}");
         Ok(DecoderLayer {
@@ -149,27 +207,26 @@ impl Loader<'_, '_> {
 
     /// The rows of q, k and v that make this rank's heads.
     fn qkv(&mut self, layer: usize) -> Result<Weights> {
-        let (checkpoint, heads) = (self.checkpoint, &self.share.heads);
+        let heads = &self.share.heads;
         let (q, kv) = (heads.q_range(), heads.kv_range());
-        let shape = [q.len() + 2 * kv.len(), checkpoint.config().hidden];
+        let shape = [q.len() + 2 * kv.len(), self.config.hidden];
         let parts = [(Role::Q { layer }, &q), (Role::K { layer }, &kv), (Role::V { layer }, &kv)];
-        self.up.stack(&format!("layer {layer} qkv"), 1, shape, &|_| {
+        self.stack(&format!("layer {layer} qkv"), 1, shape, &|checkpoint, _| {
             parts.iter().map(|(role, rows)| checkpoint.block(*role)?.take_rows((*rows).clone())).collect()
         })
     }
 
     /// The columns of o that take this rank's heads.
     fn output(&mut self, layer: usize) -> Result<Weights> {
-        let (checkpoint, q) = (self.checkpoint, self.share.heads.q_range());
-        self.up.stack(&format!("layer {layer} o"), 1, [checkpoint.config().hidden, q.len()], &|_| {
+        let q = self.share.heads.q_range();
+        self.stack(&format!("layer {layer} o"), 1, [self.config.hidden, q.len()], &|checkpoint, _| {
             Ok(vec![checkpoint.block(Role::O { layer })?.take_cols(q.clone())?])
         })
     }
 
     /// This rank's experts of a layer, and the router, which every rank has whole.
     fn experts(&mut self, layer: usize) -> Result<MoeLayer> {
-        let (checkpoint, share) = (self.checkpoint, &self.share.experts);
-        let config = checkpoint.config();
+        let (config, share) = (self.config, &self.share.experts);
         let (d, f) = (config.hidden, share.padded_width());
         let placement = share.placement();
         let owned = placement.owned();
@@ -182,7 +239,9 @@ impl Loader<'_, '_> {
             self.gpu.queue().write_buffer(&buffer, 0, bytemuck::cast_slice(placement.owners()));
             Some(View::whole(&buffer))
         };
-        let part = |local: usize, part| checkpoint.expert_block(layer, owned[local], part, share.width());
+        let part = |checkpoint: &'c Checkpoint, local: usize, part| {
+            checkpoint.expert_block(layer, owned[local], part, share.width())
+        };
         Ok(MoeLayer {
             shape: config.moe,
             experts: owned.len(),
@@ -190,12 +249,13 @@ impl Loader<'_, '_> {
             owners,
             router: self.matrix(&label("router"), [config.moe.experts, d], &[Role::Router { layer }])?,
             options: RouteOptions { renormalise: config.norm_topk_prob, ..RouteOptions::default() },
-            gate_up: self.up.stack(&label("experts gate_up"), owned.len(), [2 * f, d], &|m| {
-                Ok(vec![part(m, ExpertPart::Gate)?.padded_to(f), part(m, ExpertPart::Up)?.padded_to(f)])
+            gate_up: self.stack(&label("experts gate_up"), owned.len(), [2 * f, d], &|checkpoint, m| {
+                let [gate, up] = [ExpertPart::Gate, ExpertPart::Up].map(|side| part(checkpoint, m, side));
+                Ok(vec![gate?.padded_to(f), up?.padded_to(f)])
             })?,
-            down: self
-                .up
-                .stack(&label("experts down"), owned.len(), [d, f], &|m| Ok(vec![part(m, ExpertPart::Down)?]))?,
+            down: self.stack(&label("experts down"), owned.len(), [d, f], &|checkpoint, m| {
+                Ok(vec![part(checkpoint, m, ExpertPart::Down)?])
+            })?,
             activation: Activation::Silu,
         })
     }

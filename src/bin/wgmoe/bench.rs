@@ -2,6 +2,7 @@
 
 mod layer;
 mod limits;
+mod model;
 mod oracle;
 mod report;
 mod roofline;
@@ -12,7 +13,7 @@ mod timing;
 
 use clap::{Args, Subcommand};
 
-/// Measure what a layer costs on this device, beside what the device allows
+/// Measure what a layer or a whole model costs on this device, beside what the device allows
 #[derive(Args)]
 #[command(arg_required_else_help = true)]
 pub struct Options {
@@ -23,10 +24,12 @@ pub struct Options {
 #[derive(Subcommand)]
 enum What {
     Layer(layer::Options),
+    Model(model::Options),
 }
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
     match &options.what {
         What::Layer(options) => layer::run(options),
+        What::Model(options) => model::run(options),
     }
 }

@@ -5,8 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use clap::{Args, ValueEnum};
-use wgmoe::dtype::DType;
+use clap::Args;
 use wgmoe::gpu::Gpu;
 use wgmoe::kernels::{Recording, View};
 use wgmoe::layer::{LoraBatch, MoeTensors};
@@ -17,7 +16,7 @@ use wgmoe::shape::MoeShape;
 use crate::bench::limits::Limits;
 use crate::bench::report::{Report, Row, Stage};
 use crate::bench::routing::{self, touched};
-use crate::bench::shape::{Routing, Shape};
+use crate::bench::shape::{Routing, Shape, Stored};
 use crate::bench::synthetic::Synthetic;
 use crate::bench::timing::{STAGES, Times};
 use crate::bench::{oracle, roofline};
@@ -73,13 +72,6 @@ pub struct Options {
     device: Device,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Stored {
-    Bf16,
-    F16,
-    F32,
-}
-
 const RUNS: usize = 21;
 /// Sets of tokens that runs take in turn.
 const INPUTS: usize = 4;
@@ -107,11 +99,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     }
     let small = if gpu.info().software { "tiny" } else { "qwen3-30b-a3b" };
     let shape = Shape::parse(options.shape.as_deref().unwrap_or(small))?;
-    let dtype = match options.dtype {
-        Stored::Bf16 => DType::Bf16,
-        Stored::F16 => DType::F16,
-        Stored::F32 => DType::F32,
-    };
+    let dtype = options.dtype.dtype();
     let most = options.adapters.iter().copied().max().unwrap_or(0);
     let ranks: Vec<usize> =
         (0..most.max(options.loaded.unwrap_or(0))).map(|i| options.rank[i % options.rank.len()]).collect();

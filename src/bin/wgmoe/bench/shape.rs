@@ -2,8 +2,10 @@
 
 use std::path::Path;
 
+use clap::ValueEnum;
 use wgmoe::activation::Activation;
 use wgmoe::checkpoint::{MlpKind, ModelConfig};
+use wgmoe::dtype::DType;
 use wgmoe::family::Family;
 use wgmoe::shape::MoeShape;
 
@@ -105,6 +107,24 @@ impl std::fmt::Display for Routing {
             Self::Uniform => f.write_str("uniform"),
             Self::Zipf(s) => write!(f, "zipf:{s}"),
             Self::OneExpert => f.write_str("one-expert"),
+        }
+    }
+}
+
+/// Storage type of random weights.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Stored {
+    Bf16,
+    F16,
+    F32,
+}
+
+impl Stored {
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::Bf16 => DType::Bf16,
+            Self::F16 => DType::F16,
+            Self::F32 => DType::F32,
         }
     }
 }

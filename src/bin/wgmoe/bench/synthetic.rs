@@ -9,7 +9,6 @@ use wgmoe::adapter::{Adapter, Factor, Matrix, Site};
 use wgmoe::checkpoint::{Block, MlpKind, ModelConfig};
 use wgmoe::dtype::DType;
 use wgmoe::gpu::Gpu;
-use wgmoe::kernels::Recording;
 use wgmoe::kernels::random::Random;
 use wgmoe::layer::MoeLayer;
 use wgmoe::placement::{ExpertShare, RankShare};
@@ -40,32 +39,19 @@ impl Synthetic {
     pub fn new(gpu: &Gpu, shape: &Shape, dtype: DType, routing: Routing, ranks: &[usize]) -> anyhow::Result<Self> {
         let moe = shape.config.moe;
         let MoeShape { experts, hidden: d, expert_width: f, .. } = moe;
-        let random = |seed: u32, inner: usize| Random { dtype, exponent: -((inner as f32).log2() / 2.0) as i32, seed };
-        let (gate_up, down) = (random(GATE_UP, d), random(DOWN, f));
         let values = routing::router(&moe, routing, ROUTER);
         let stored = DType::Bf16.encode(&values);
         let mut up = Uploader::new(gpu);
         let router =
             up.stack("router", 1, [experts, d], &|_| Ok(vec![Block::borrowed(DType::Bf16, [experts, d], &stored)?]))?;
+        let values = [Random::for_rows(dtype, d, GATE_UP), Random::for_rows(dtype, f, DOWN)];
+        let gate_up = up.random("gate_up", experts, [2 * f, d], values[0])?;
+        let down = up.random("down", experts, [d, f], values[1])?;
         up.run(&StreamOptions::default(), &mut |_, _| {})?;
-        let mut rec = Recording::new(gpu);
-        let mut encoder = gpu.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
-        let layer = {
-            let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
-            MoeLayer {
-                shape: moe,
-                experts,
-                width: f,
-                owners: None,
-                router,
-                options: RouteOptions { renormalise: shape.config.norm_topk_prob, ..RouteOptions::default() },
-                gate_up: gate_up.weights(&mut rec, &mut pass, "gate_up", [experts, 2 * f, d])?,
-                down: down.weights(&mut rec, &mut pass, "down", [experts, d, f])?,
-                activation: shape.activation,
-            }
-        };
-        rec.flush();
-        gpu.queue().submit([encoder.finish()]);
+        let options = RouteOptions { renormalise: shape.config.norm_topk_prob, ..RouteOptions::default() };
+        let activation = shape.activation;
+        let layer =
+            MoeLayer { shape: moe, experts, width: f, owners: None, router, options, gate_up, down, activation };
 
         let slots = ranks.len().max(1);
         let share = ExpertShare::whole(experts, f)?;
@@ -74,42 +60,73 @@ impl Synthetic {
         let sites = LayerSites::new(&config, MlpKind::Experts, &held, slots);
         let mut pool = AdapterPool::new(gpu, vec![(sites, Some(share))], slots)?;
         let adapters: Vec<Adapter> =
-            ranks.iter().enumerate().map(|(i, rank)| adapter(&moe, *rank, 1, 100 + i as u32)).collect();
+            ranks.iter().enumerate().map(|(i, rank)| adapter(&moe, *rank, 100 + i as u32)).collect();
         for (id, adapter) in adapters.iter().enumerate() {
             pool.pin(AdapterId::new(id as u64), adapter)?
                 .ok_or_else(|| anyhow::anyhow!("no room for {} adapters", ranks.len()))?;
         }
         let router = DType::Bf16.decode(&stored);
-        Ok(Self { layer, router, gate_up, down, pool, adapters })
+        Ok(Self { layer, router, gate_up: values[0], down: values[1], pool, adapters })
     }
 }
 
-/// An adapter of gate, up and down of every expert of `layers` layers. Experts share their host memory, not their place on
-/// the device.
-pub fn adapter(shape: &MoeShape, rank: usize, layers: usize, seed: u32) -> Adapter {
-    let MoeShape { experts, hidden: d, expert_width: f, .. } = *shape;
-    let matrix = |rows: usize, cols: usize, seed: u32| {
-        let random = Random { dtype: DType::Bf16, exponent: -4, seed };
-        let values: Vec<f32> = (0..rows * cols).map(|i| random.value(i as u32)).collect();
-        Arc::new(Matrix { dtype: DType::Bf16, rows, cols, bytes: DType::Bf16.encode(&values) })
-    };
-    let sites = [(Site::ExpertGate, f, d), (Site::ExpertUp, f, d), (Site::ExpertDown, d, f)];
-    let parts: Vec<_> = sites
-        .into_iter()
-        .enumerate()
-        .map(|(i, (site, out, inner))| {
-            let seed = seed * 8 + i as u32 * 2;
-            (site, matrix(rank, inner, seed), matrix(out, rank, seed + 1))
-        })
-        .collect();
+/// An adapter of gate, up and down of every expert.
+fn adapter(shape: &MoeShape, rank: usize, seed: u32) -> Adapter {
+    let parts = expert_parts(shape, rank, seed);
+    let factors = parts.iter().flat_map(|part| (0..shape.experts).map(|expert| part.factor(0, expert))).collect();
+    Adapter { path: PathBuf::from("random"), factors, bytes_read: 0, share: None }
+}
+
+/// An adapter of attention and of every expert of a model, as far as a rank with `share` of it needs it. The rank must hold
+/// whole experts and all heads.
+pub fn model_adapter(config: &ModelConfig, share: &RankShare, rank: usize, seed: u32) -> Adapter {
+    let (d, q, kv) = (config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim);
+    let attention = [(Site::Q, q, d), (Site::K, kv, d), (Site::V, kv, d), (Site::O, d, q)];
+    let attention = Part::all(&attention, rank, seed.wrapping_mul(2).wrapping_add(1 << 20));
+    let experts = expert_parts(&config.moe, rank, seed.wrapping_mul(2).wrapping_add((1 << 20) + 1));
     let mut factors = Vec::new();
-    for layer in 0..layers {
-        for (site, a, b) in &parts {
-            for expert in 0..experts {
-                let (a, b) = (a.clone(), b.clone());
-                factors.push(Factor { layer, site: *site, expert, rank, scale: 2.0, a, b, bias: None });
-            }
+    for (layer, kind) in config.layers.iter().enumerate() {
+        factors.extend(attention.iter().map(|part| part.factor(layer, 0)));
+        if *kind == MlpKind::Experts {
+            let owned = share.experts.placement().owned();
+            factors.extend(experts.iter().flat_map(|part| owned.iter().map(move |e| part.factor(layer, *e))));
         }
     }
-    Adapter { path: PathBuf::from("random"), factors, bytes_read: 0, share: None }
+    factors.sort_by_key(Factor::place);
+    Adapter { path: PathBuf::from("random"), factors, bytes_read: 0, share: Some(share.clone()) }
+}
+
+/// Both factors of a projection. Layers and experts share their host memory, not their place on the device.
+struct Part {
+    site: Site,
+    a: Arc<Matrix>,
+    b: Arc<Matrix>,
+}
+
+fn expert_parts(shape: &MoeShape, rank: usize, seed: u32) -> Vec<Part> {
+    let (d, f) = (shape.hidden, shape.expert_width);
+    Part::all(&[(Site::ExpertGate, f, d), (Site::ExpertUp, f, d), (Site::ExpertDown, d, f)], rank, seed)
+}
+
+impl Part {
+    /// Parts of sites with their outputs and inputs.
+    fn all(sites: &[(Site, usize, usize)], rank: usize, seed: u32) -> Vec<Self> {
+        let matrix = |rows: usize, cols: usize, seed: u32| {
+            let random = Random { dtype: DType::Bf16, exponent: -4, seed };
+            let values: Vec<f32> = (0..rows * cols).map(|i| random.value(i as u32)).collect();
+            Arc::new(Matrix { dtype: DType::Bf16, rows, cols, bytes: DType::Bf16.encode(&values) })
+        };
+        let seeds = (seed.wrapping_mul(16)..).step_by(2);
+        let part = |((site, out, inner), seed): (&(Site, usize, usize), u32)| Self {
+            site: *site,
+            a: matrix(rank, *inner, seed),
+            b: matrix(*out, rank, seed + 1),
+        };
+        sites.iter().zip(seeds).map(part).collect()
+    }
+
+    fn factor(&self, layer: usize, expert: usize) -> Factor {
+        let (a, b) = (self.a.clone(), self.b.clone());
+        Factor { layer, site: self.site, expert, rank: a.rows, scale: 2.0, a, b, bias: None }
+    }
 }

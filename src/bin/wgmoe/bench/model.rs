@@ -1,0 +1,347 @@
+//! `wgmoe bench model`: a whole decoder with random weights: tokens a second for reading prompts and for decoding.
+
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use clap::Args;
+use serde::Serialize;
+use wgmoe::engine::{AdapterId, Engine, EngineOptions, Event, Request, Worker};
+use wgmoe::exchange::{Exchange, Local};
+use wgmoe::gpu::Gpu;
+use wgmoe::model::{LoadOptions, Model};
+
+use crate::bench::shape::{Shape, Stored};
+use crate::bench::synthetic;
+use crate::bench::timing::median;
+use crate::devices::driver;
+use crate::ranks::{RankOptions, places};
+use crate::table::{bytes, table};
+use crate::{Device, Format, usage};
+
+/// Time a whole model: reading prompts, and decoding one and many sequences
+#[derive(Args)]
+#[command(after_help = "\
+Weights are random and made on the device, and so are adapters (rank --rank on attention and on every
+expert, mixed over the sequences). Decoding is timed from the moment when every sequence has its first
+token to the last one, reading from submission to the first token.
+
+Examples:
+  wgmoe bench model
+  wgmoe bench model --sequences 1,64 --adapters 0,8 --layers 4
+  wgmoe bench model --ep 2 --sequences 64 --format json")]
+pub struct Options {
+    /// Sizes: qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b, tiny, or a folder with config.json [default: qwen3-30b-a3b, tiny on a
+    /// software device]
+    #[arg(long, value_name = "NAME|DIR")]
+    shape: Option<String>,
+    /// Layers, where not all of them
+    #[arg(long, value_name = "N")]
+    layers: Option<usize>,
+    /// Sequences that decode together
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,64")]
+    sequences: Vec<usize>,
+    /// Tokens of each prompt before decoding
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    prompt: usize,
+    /// Tokens that each sequence decodes
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    decode: usize,
+    /// Tokens of the prompts that are read alone; 0 for none
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "4096")]
+    prefill: Vec<usize>,
+    /// Rows of one step: longer prompts take several
+    #[arg(long, value_name = "N", default_value_t = 4096)]
+    step_tokens: usize,
+    /// Adapters mixed over the sequences, 0 for none
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0,8")]
+    adapters: Vec<usize>,
+    /// Rank of the adapters
+    #[arg(long, value_name = "R", default_value_t = 16)]
+    rank: usize,
+    /// Storage type of the weights
+    #[arg(long, value_enum, default_value_t = Stored::Bf16, value_name = "TYPE")]
+    dtype: Stored,
+    /// Runs, of which the median counts
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    runs: usize,
+    /// A table, or one JSON object
+    #[arg(long, value_enum, default_value_t = Format::Table, value_name = "FORMAT")]
+    format: Format,
+    #[command(flatten)]
+    ranks: RankOptions,
+    #[command(flatten)]
+    device: Device,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    device: String,
+    driver: String,
+    tier: String,
+    shape: String,
+    layers: usize,
+    dtype: &'static str,
+    ranks: usize,
+    ep: usize,
+    /// Weights and adapters of rank 0.
+    bytes_resident: u64,
+    adapter_bytes: u64,
+    rows: Vec<Row>,
+}
+
+#[derive(Debug, Serialize)]
+struct Row {
+    /// `decode` or `prefill`.
+    what: &'static str,
+    sequences: usize,
+    /// Tokens decoded or read, all sequences together.
+    tokens: usize,
+    adapters: usize,
+    tokens_s: f64,
+    /// Of one step of all sequences.
+    ms: f64,
+}
+
+pub fn run(options: &Options) -> anyhow::Result<()> {
+    let gpu = options.device.open()?;
+    let small = if gpu.info().software { "tiny" } else { "qwen3-30b-a3b" };
+    let mut shape = Shape::parse(options.shape.as_deref().unwrap_or(small))?;
+    if let Some(n) = options.layers {
+        if n == 0 || n > shape.config.layers.len() {
+            return Err(usage(format!("--layers {n}: expected 1 to {}", shape.config.layers.len())));
+        }
+        shape.config.layers.truncate(n);
+    }
+    options.check(&shape)?;
+    let world = options.ranks.topology(0)?.world();
+    if world == 1 {
+        let report = options.measure(&gpu, &shape, None)?;
+        return options.print(&report);
+    }
+    let places = places(&options.device);
+    let mut lines = Local::lines(world).into_iter();
+    let own = lines.next().context("a world has a first rank")?;
+    std::thread::scope(|scope| {
+        for line in lines {
+            let place = places[line.rank() % places.len()];
+            let gpu = options.device.open_at(place, options.device.tier())?;
+            let shape = &shape;
+            scope.spawn(move || {
+                if let Err(e) = options.follow(&gpu, shape, line) {
+                    log::info!("another rank ended: {e:#}");
+                }
+            });
+        }
+        let report = options.measure(&gpu, &shape, Some(Box::new(own)))?;
+        options.print(&report)
+    })
+}
+
+impl Options {
+    fn check(&self, shape: &Shape) -> anyhow::Result<()> {
+        let positions = shape.config.max_positions;
+        let longest = self.prefill.iter().copied().max().unwrap_or(0).max(self.prompt) + self.decode + 1;
+        if self.prompt == 0 || self.decode == 0 || self.runs == 0 || self.sequences.contains(&0) {
+            return Err(usage("--prompt, --decode, --runs and --sequences: expected 1 or more"));
+        }
+        if longest > positions {
+            return Err(usage(format!("{longest} tokens: longer than the model's context of {positions}")));
+        }
+        if self.rank == 0 || self.rank > wgmoe::adapter::MAX_RANK {
+            return Err(usage(format!("--rank {}: expected 1 to {}", self.rank, wgmoe::adapter::MAX_RANK)));
+        }
+        if self.most_adapters() > 0 && self.ranks.tp.is_some() {
+            return Err(usage("--tp: adapters are made for whole experts; use --ep, or --adapters 0"));
+        }
+        Ok(())
+    }
+
+    fn most_adapters(&self) -> usize {
+        self.adapters.iter().copied().max().unwrap_or(0)
+    }
+
+    fn engine_options(&self) -> EngineOptions {
+        let prefill = self.prefill.iter().copied().max().unwrap_or(0);
+        EngineOptions {
+            max_sequences: self.sequences.iter().copied().max().unwrap_or(1),
+            max_context: prefill.max(self.prompt + self.decode) + 1,
+            max_step_tokens: self.step_tokens,
+            adapter_slots: self.most_adapters().max(1),
+            ..EngineOptions::default()
+        }
+    }
+
+    fn load(&self, gpu: &Gpu, shape: &Shape, rank: usize) -> anyhow::Result<Model> {
+        let (topology, placement) = (self.ranks.topology(rank)?, self.ranks.rule()?);
+        let options = LoadOptions { topology, placement, ..LoadOptions::default() };
+        Ok(Model::random(gpu, &shape.config, self.dtype.dtype(), &options)?)
+    }
+
+    fn follow(&self, gpu: &Gpu, shape: &Shape, mut line: Local) -> anyhow::Result<()> {
+        let model = match self.load(gpu, shape, line.rank()) {
+            Ok(model) => model,
+            Err(e) => {
+                line.fail(&format!("{e:#}"));
+                return Err(e);
+            }
+        };
+        let share = model.share().clone();
+        let mut worker = Worker::new(gpu, model, Box::new(line))?;
+        for n in 0..self.most_adapters() {
+            let adapter = synthetic::model_adapter(&shape.config, &share, self.rank, n as u32);
+            worker.load_adapter(&n.to_string(), &adapter)?;
+        }
+        Ok(worker.run()?)
+    }
+
+    fn measure(&self, gpu: &Gpu, shape: &Shape, line: Option<Box<dyn Exchange>>) -> anyhow::Result<Report> {
+        let model = self.load(gpu, shape, 0)?;
+        let (share, topology) = (model.share().clone(), model.topology());
+        let mut engine = match line {
+            None => Engine::new(gpu, model, self.engine_options())?,
+            Some(line) => Engine::with_ranks(gpu, model, self.engine_options(), line)?,
+        };
+        let mut ids = Vec::new();
+        for n in 0..self.most_adapters() {
+            let adapter = synthetic::model_adapter(&shape.config, &share, self.rank, n as u32);
+            ids.push(engine.load_adapter(&n.to_string(), &adapter)?);
+        }
+        let mut rows = Vec::new();
+        for &adapters in &self.adapters {
+            for &sequences in &self.sequences {
+                let took = self.runs(|| decode(&mut engine, sequences, self.prompt, self.decode, &ids[..adapters]))?;
+                rows.push(Row::new("decode", sequences, sequences * self.decode, adapters, took, self.decode));
+            }
+            for &tokens in self.prefill.iter().filter(|n| **n > 0) {
+                let took = self.runs(|| prefill(&mut engine, tokens, ids[..adapters].first().copied()))?;
+                rows.push(Row::new("prefill", 1, tokens, adapters.min(1), took, tokens.div_ceil(self.step_tokens)));
+            }
+        }
+        let report = Report {
+            device: gpu.info().name.clone(),
+            driver: driver(gpu.info()),
+            tier: gpu.tier().to_string(),
+            shape: shape.name.clone(),
+            layers: shape.config.layers.len(),
+            dtype: self.dtype.dtype().name(),
+            ranks: topology.world(),
+            ep: topology.ep(),
+            bytes_resident: engine.model().bytes_resident(),
+            adapter_bytes: engine.adapter_bytes(),
+            rows,
+        };
+        engine.end()?;
+        Ok(report)
+    }
+
+    /// The median of some runs after one that compiles shaders and brings adapters to the device.
+    fn runs(&self, mut run: impl FnMut() -> anyhow::Result<Duration>) -> anyhow::Result<f64> {
+        run()?;
+        let times = (0..self.runs).map(|_| Ok(run()?.as_secs_f64())).collect::<anyhow::Result<Vec<_>>>()?;
+        Ok(median(times))
+    }
+
+    fn print(&self, report: &Report) -> anyhow::Result<()> {
+        let mut out = std::io::stdout().lock();
+        match self.format {
+            Format::Json => writeln!(out, "{}", serde_json::to_string_pretty(report)?)?,
+            Format::Table => writeln!(out, "{}", report.text())?,
+        }
+        Ok(())
+    }
+}
+
+impl Row {
+    fn new(what: &'static str, sequences: usize, tokens: usize, adapters: usize, seconds: f64, steps: usize) -> Self {
+        let (tokens_s, ms) = (tokens as f64 / seconds, seconds * 1e3 / steps as f64);
+        Self { what, sequences, tokens, adapters, tokens_s, ms }
+    }
+}
+
+impl Report {
+    fn text(&self) -> String {
+        let ranks = if self.ranks == 1 { String::new() } else { format!(", {} ranks, ep {}", self.ranks, self.ep) };
+        let mut rows = table(["", "sequences", "tokens", "adapters", "tokens/s", "ms a step"]);
+        for row in &self.rows {
+            rows.add_row([
+                row.what.to_owned(),
+                row.sequences.to_string(),
+                row.tokens.to_string(),
+                if row.adapters == 0 { "-".to_owned() } else { row.adapters.to_string() },
+                format!("{:.0}", row.tokens_s),
+                format!("{:.2}", row.ms),
+            ]);
+        }
+        format!(
+            "{}, {}, {} tier{ranks}\n{}, {} layers in {}: {} of weights{} on rank 0\n{rows}",
+            self.device,
+            self.driver,
+            self.tier,
+            self.shape,
+            self.layers,
+            self.dtype,
+            bytes(self.bytes_resident),
+            if self.adapter_bytes > 0 {
+                format!(" and {} of adapters", bytes(self.adapter_bytes))
+            } else {
+                String::new()
+            },
+        )
+    }
+}
+
+/// Ids that differ from sequence to sequence.
+fn prompt(engine: &Engine, sequence: usize, n: usize) -> Vec<u32> {
+    (0..n).map(|i| ((sequence * 7919 + i * 104_729 + 13) % engine.config().vocab) as u32).collect()
+}
+
+/// From the moment when every sequence has its first token to the last token of all.
+fn decode(
+    engine: &mut Engine,
+    sequences: usize,
+    prompt_tokens: usize,
+    tokens: usize,
+    adapters: &[AdapterId],
+) -> anyhow::Result<Duration> {
+    for s in 0..sequences {
+        let adapter = (!adapters.is_empty()).then(|| adapters[s % adapters.len()]);
+        let prompt = prompt(engine, s, prompt_tokens);
+        engine.submit(Request { prompt, adapter, max_tokens: tokens + 1, ..Request::default() })?;
+    }
+    let (mut first, mut begin) = (0, None);
+    let mut seen = std::collections::HashSet::new();
+    finish(engine, |event| {
+        if let Event::Token { sequence, .. } = event
+            && seen.insert(*sequence)
+        {
+            first += 1;
+            if first == sequences {
+                begin = Some(Instant::now());
+            }
+        }
+    })?;
+    Ok(begin.context("a sequence without a token")?.elapsed())
+}
+
+/// From submission to the first token.
+fn prefill(engine: &mut Engine, tokens: usize, adapter: Option<AdapterId>) -> anyhow::Result<Duration> {
+    let prompt = prompt(engine, 0, tokens);
+    let begin = Instant::now();
+    engine.submit(Request { prompt, adapter, max_tokens: 1, ..Request::default() })?;
+    finish(engine, |_| {})?;
+    Ok(begin.elapsed())
+}
+
+fn finish(engine: &mut Engine, mut seen: impl FnMut(&Event)) -> anyhow::Result<()> {
+    while !engine.is_idle() {
+        while engine.begin_step()? {}
+        for event in engine.wait()? {
+            if let Event::Failed { error, .. } = event {
+                return Err(error.into());
+            }
+            seen(&event);
+        }
+    }
+    Ok(())
+}
