@@ -14,7 +14,7 @@ use wgmoe::kernels::params::Params;
 use wgmoe::kernels::variants::variants;
 use wgmoe::kernels::{
     activation, align, attention, combine, embed, expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, norm,
-    pack, random, rate, remap, rope, route, sample,
+    pack, random, rate, remap, rope, route, sample, stream,
 };
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::classes::classes;
@@ -47,6 +47,7 @@ fn params_of(stem: &str) -> Layout {
         "sample" => layout::<sample::SampleParams>(),
         "random" => layout::<random::RandomParams>(),
         "rate" => layout::<rate::RateParams>(),
+        "stream" => layout::<stream::StreamParams>(),
         _ => panic!("shader `{stem}` has no parameter struct here"),
     }
 }

@@ -110,6 +110,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "sample.wgsl",
     "random.wgsl",
     "rate.wgsl",
+    "stream.wgsl",
 ];
 
 static TEMPLATES: LazyLock<minijinja::Environment<'static>> = LazyLock::new(|| {

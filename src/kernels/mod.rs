@@ -27,6 +27,7 @@ pub mod sample;
 
 pub mod random;
 pub mod rate;
+pub mod stream;
 
 pub use recording::{Grid, Recording, View};
 

@@ -8,7 +8,7 @@ use crate::gpu::Tier;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
     activation, align, attention, combine, embed, expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, norm,
-    pack, random, rate, remap, rope, route, sample,
+    pack, random, rate, remap, rope, route, sample, stream,
 };
 use crate::plan::capabilities::Capabilities;
 use crate::plan::classes::classes;
@@ -104,6 +104,7 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
     }
     all.push((&sample::SAMPLE, sample::vars(caps)));
     all.push((&rate::RATE, rate::vars(caps)));
+    all.push((&stream::STREAM, Vars::new()));
     all
 }
 

@@ -5,14 +5,15 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use wgmoe::gpu::Gpu;
 use wgmoe::kernels::rate::Rate;
+use wgmoe::kernels::stream::Stream;
 use wgmoe::kernels::{Recording, View};
 
-use crate::bench::timing::{Times, median};
+use crate::bench::timing::Times;
 
 /// Measured on the device that is benchmarked, in the same run.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Limits {
-    /// Bytes read and written by device copies, in GB a second.
+    /// Bytes read and written by a shader that copies, in GB a second.
     pub copy_gb_s: f64,
     /// Multiply-accumulates in registers, in TFLOP a second (two a multiply-accumulate).
     pub tflops: f64,
@@ -21,6 +22,8 @@ pub struct Limits {
 /// How long a measurement should take at least, so that its ends do not count.
 const LONG: Duration = Duration::from_millis(20);
 const RUNS: usize = 5;
+/// Repetitions at most.
+const MOST: u32 = 1 << 14;
 /// Workgroups of a burst: enough for every device to be full many times over.
 const WORKGROUPS: u32 = 2048;
 
@@ -36,71 +39,59 @@ impl Limits {
     }
 }
 
-fn wait(gpu: &Gpu) -> anyhow::Result<()> {
-    gpu.device().poll(wgpu::PollType::wait_indefinitely())?;
-    Ok(())
-}
-
-/// Copies between two buffers larger than any cache, by the host's clock over many.
+/// Copies between two buffers larger than any cache.
 fn copy(gpu: &Gpu) -> anyhow::Result<f64> {
     let size =
         if gpu.info().software { 16 << 20 } else { (512 << 20).min(gpu.capabilities().max_binding_bytes & !255) };
-    let buffers = [(); 2].map(|()| gpu.buffer("copy", size, wgpu::BufferUsages::empty()));
-    let [from, to] = buffers;
-    let (from, to) = (from?, to?);
-    let timed = |copies: usize| -> anyhow::Result<Duration> {
-        let mut encoder = gpu.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
-        for _ in 0..copies {
-            encoder.copy_buffer_to_buffer(&from, 0, &to, 0, size);
+    let view = || -> anyhow::Result<View> { Ok(View::whole(&gpu.buffer("copy", size, wgpu::BufferUsages::empty())?)) };
+    let (from, to) = (view()?, view()?);
+    let us = burst(gpu, &mut |rec, pass, times| {
+        for _ in 0..times {
+            Stream { from: &from, to: &to }.record(rec, pass)?;
         }
-        let commands = encoder.finish();
-        let begin = Instant::now();
-        gpu.queue().submit([commands]);
-        wait(gpu)?;
-        Ok(begin.elapsed())
-    };
-    let mut copies = 1;
-    while timed(copies)? < LONG {
-        copies *= 2;
-    }
-    let seconds = median((0..RUNS).map(|_| Ok(timed(copies)?.as_secs_f64())).collect::<anyhow::Result<_>>()?);
-    Ok(2.0 * size as f64 * copies as f64 / seconds / 1e9)
+        Ok(())
+    })?;
+    Ok(2.0 * size as f64 / us / 1e3)
 }
 
-/// Bursts of arithmetic, by the device's clock.
+/// Arithmetic in registers.
 fn rate(gpu: &Gpu) -> anyhow::Result<f64> {
     let workgroups = if gpu.info().software { 16 } else { WORKGROUPS };
     let out = View::whole(&gpu.buffer("rate", u64::from(workgroups) * 1024, wgpu::BufferUsages::empty())?);
+    let us = burst(gpu, &mut |rec, pass, rounds| Ok(Rate { workgroups, rounds, out: &out }.record(rec, pass)?))?;
+    Ok(2.0 * Rate { workgroups, rounds: 1, out: &out }.macs(gpu.capabilities()) / us / 1e6)
+}
+
+/// Records work so many times over.
+type Repeat<'a> = dyn FnMut(&mut Recording, &mut wgpu::ComputePass<'_>, u32) -> anyhow::Result<()> + 'a;
+
+/// Median time of `work` done once, in microseconds by the device's clock, from runs that repeat it until they are long.
+fn burst(gpu: &Gpu, work: &mut Repeat<'_>) -> anyhow::Result<f64> {
     let mut rec = Recording::new(gpu);
-    let mut burst = |rounds: u32, times: Option<(&Times, usize)>| -> anyhow::Result<f64> {
+    let mut run = |n: u32, times: Option<(&Times, usize)>| -> anyhow::Result<Duration> {
         rec.reset();
-        let burst = Rate { workgroups, rounds, out: &out };
         let mut encoder = gpu.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
         {
             let timestamp_writes = times.map(|(times, run)| times.pass(run));
             let mut pass =
-                encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label: Some("rate"), timestamp_writes });
-            burst.record(&mut rec, &mut pass)?;
+                encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label: Some("limit"), timestamp_writes });
+            work(&mut rec, &mut pass, n)?;
         }
         rec.flush();
         let begin = Instant::now();
         gpu.queue().submit([encoder.finish()]);
-        if times.is_none() {
-            wait(gpu)?;
-        }
-        log::debug!("burst of {rounds} rounds: {:?}", begin.elapsed());
-        Ok(begin.elapsed().as_secs_f64())
+        gpu.device().poll(wgpu::PollType::wait_indefinitely())?;
+        Ok(begin.elapsed())
     };
-    let mut rounds = 16;
-    burst(rounds, None)?;
-    while burst(rounds, None)? < LONG.as_secs_f64() && rounds < 1 << 24 {
-        rounds *= 2;
+    // The first compiles the shader.
+    run(1, None)?;
+    let mut n = 1;
+    while run(n, None)? < LONG && n < MOST {
+        n *= 2;
     }
     let times = Times::new(gpu, RUNS);
-    for run in 0..RUNS {
-        burst(rounds, Some((&times, run)))?;
+    for i in 0..RUNS {
+        run(n, Some((&times, i)))?;
     }
-    let (us, _) = times.medians(gpu, &[])?;
-    let macs = Rate { workgroups, rounds, out: &out }.macs(gpu.capabilities());
-    Ok(2.0 * macs / us / 1e6)
+    Ok(times.medians(gpu, &[])?.0 / f64::from(n))
 }

@@ -96,11 +96,11 @@ pub fn model_adapter(config: &ModelConfig, share: &RankShare, rank: usize, seed:
     Adapter { path: PathBuf::from("random"), factors, bytes_read: 0, share: Some(share.clone()) }
 }
 
-/// Both factors of a projection. Layers and experts share their host memory, not their place on the device.
+/// Both factors of a projection, the same in every layer and expert.
 struct Part {
     site: Site,
-    a: Arc<Matrix>,
-    b: Arc<Matrix>,
+    a: Matrix,
+    b: Matrix,
 }
 
 fn expert_parts(shape: &MoeShape, rank: usize, seed: u32) -> Vec<Part> {
@@ -114,7 +114,7 @@ impl Part {
         let matrix = |rows: usize, cols: usize, seed: u32| {
             let random = Random { dtype: DType::Bf16, exponent: -4, seed };
             let values: Vec<f32> = (0..rows * cols).map(|i| random.value(i as u32)).collect();
-            Arc::new(Matrix { dtype: DType::Bf16, rows, cols, bytes: DType::Bf16.encode(&values) })
+            Matrix { dtype: DType::Bf16, rows, cols, bytes: DType::Bf16.encode(&values) }
         };
         let seeds = (seed.wrapping_mul(16)..).step_by(2);
         let part = |((site, out, inner), seed): (&(Site, usize, usize), u32)| Self {
@@ -126,7 +126,8 @@ impl Part {
     }
 
     fn factor(&self, layer: usize, expert: usize) -> Factor {
-        let (a, b) = (self.a.clone(), self.b.clone());
+        // Copies: factors that share host memory would share their place on the device, too.
+        let [a, b] = [&self.a, &self.b].map(|m| Arc::new(m.clone()));
         Factor { layer, site: self.site, expert, rank: a.rows, scale: 2.0, a, b, bias: None }
     }
 }
