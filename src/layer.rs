@@ -12,6 +12,7 @@ use crate::activation::Activation;
 use crate::adapter::sites::LayerSites;
 use crate::error::Result;
 use crate::kernels::expert_gemm::{ExpertGemm, Rows, Weights};
+use crate::kernels::localise::Owners;
 use crate::kernels::lora::Factors;
 use crate::kernels::route::Route;
 use crate::kernels::{Recording, View};
@@ -27,8 +28,8 @@ pub struct MoeLayer {
     pub experts: usize,
     /// F_l: columns of each that this rank holds, padded with zero weights to a multiple of 8; F where it holds all.
     pub width: usize,
-    /// [`Owner`](crate::placement::Owner) `[E]`; `None` when this rank alone holds all experts in order.
-    pub owners: Option<View>,
+    /// Where experts are; `None` when this rank alone holds all of them in order.
+    pub owners: Option<Owners>,
     /// Router, one matrix `[E, D]`.
     pub router: Weights,
     /// Selection rule.

@@ -12,41 +12,20 @@ pub use topology::Topology;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// Where one rank finds an expert. Laid out as `struct Owner` of `localise.wgsl`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-pub struct Owner {
-    /// Local number, -1 where this rank does not hold the expert.
-    pub local: i32,
-    /// Which copy this rank holds in the low half, the number of copies in the high half.
-    copy_and_copies: u32,
-}
-
-impl Owner {
-    /// The expert under the local number `local` (-1: not here); this rank's copy is number `copy` of `copies`.
-    pub const fn new(local: i32, copy: u16, copies: u16) -> Self {
-        Self { local, copy_and_copies: copy as u32 | (copies as u32) << 16 }
-    }
-
-    /// Which copy this rank holds; of no meaning where it holds none.
-    pub const fn copy(self) -> usize {
-        (self.copy_and_copies & 0xffff) as usize
-    }
-
-    /// Ranks that hold a copy, at least 1.
-    pub const fn copies(self) -> usize {
-        let copies = (self.copy_and_copies >> 16) as usize;
-        if copies == 0 { 1 } else { copies }
-    }
-}
+/// Most experts of a table that gives some of them several ranks: the choice among copies counts them in workgroup memory.
+pub const MAX_COPIED_EXPERTS: usize = 1024;
+/// Most ranks (expert groups) of such a table.
+pub const MAX_COPIED_RANKS: usize = 1024;
 
 /// The experts that one rank holds, out of all E. Local numbers follow the order of the global ids.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Placement {
     ranks: usize,
     rank: usize,
+    /// By global id: the ranks that hold a copy, ascending.
+    holders: Vec<Vec<usize>>,
     /// By global id.
-    owners: Vec<Owner>,
+    locals: Vec<i32>,
 }
 
 impl Placement {
@@ -56,61 +35,64 @@ impl Placement {
     pub fn linear(experts: usize, ranks: usize, rank: usize) -> Result<Self> {
         check(experts, ranks, rank)?;
         let (base, extra) = (experts / ranks, experts % ranks);
-        let first = rank * base + rank.min(extra);
-        let n = base + usize::from(rank < extra);
-        Ok(Self::of(ranks, rank, (0..experts).map(|e| (first..first + n).contains(&e).then_some((0, 1)))))
+        let n = |rank: usize| base + usize::from(rank < extra);
+        Ok(Self::of(ranks, rank, (0..ranks).flat_map(|rank| vec![vec![rank]; n(rank)]).collect()))
     }
 
     /// Expert e lives on rank e mod `ranks`. Errors as [`linear`](Self::linear).
     pub fn round_robin(experts: usize, ranks: usize, rank: usize) -> Result<Self> {
         check(experts, ranks, rank)?;
-        Ok(Self::of(ranks, rank, (0..experts).map(|e| (e % ranks == rank).then_some((0, 1)))))
+        Ok(Self::of(ranks, rank, (0..experts).map(|e| vec![e % ranks]).collect()))
     }
 
-    /// `owners[e]` lists the ranks that hold expert e; several may hold a copy.
+    /// `owners[e]` lists the ranks that hold expert e, in any order; several may hold a copy.
     ///
     /// Errors: as [`linear`](Self::linear), and `Config` when an expert has no owner, an owner that is no rank, or the
-    /// same owner twice.
+    /// same owner twice, or when there are copies and more than [`MAX_COPIED_EXPERTS`] experts or [`MAX_COPIED_RANKS`] ranks.
     pub fn table(owners: &[Vec<usize>], ranks: usize, rank: usize) -> Result<Self> {
         check(owners.len(), ranks, rank)?;
+        let fail = |message: String| Err(Error::new(ErrorKind::Config, message));
         for (expert, list) in owners.iter().enumerate() {
-            let fail = |message: String| Err(Error::new(ErrorKind::Config, format!("expert {expert}: {message}")));
             if list.is_empty() {
-                return fail("expected at least one owner, got none".to_owned());
+                return fail(format!("expert {expert}: expected at least one owner, got none"));
             }
             for (i, &owner) in list.iter().enumerate() {
                 if owner >= ranks {
-                    return fail(format!("expected an owner below {ranks}, got {owner}"));
+                    return fail(format!("expert {expert}: expected an owner below {ranks}, got {owner}"));
                 }
                 if list[..i].contains(&owner) {
-                    return fail(format!("owner {owner} is listed twice"));
+                    return fail(format!("expert {expert}: owner {owner} is listed twice"));
                 }
             }
         }
-        Ok(Self::of(
-            ranks,
-            rank,
-            // Ranks are few enough for 16 bits: `check`.
-            owners.iter().map(|list| Some((list.iter().position(|o| *o == rank)? as u16, list.len() as u16))),
-        ))
+        let copied = owners.iter().any(|list| list.len() > 1);
+        if copied && (owners.len() > MAX_COPIED_EXPERTS || ranks > MAX_COPIED_RANKS) {
+            return fail(format!(
+                "placement: with copies expected at most {MAX_COPIED_EXPERTS} experts and {MAX_COPIED_RANKS} owners, got {} and {ranks}",
+                owners.len()
+            ));
+        }
+        let mut holders = owners.to_vec();
+        holders.iter_mut().for_each(|list| list.sort_unstable());
+        Ok(Self::of(ranks, rank, holders))
     }
 
-    /// `held` gives, for each expert, this rank's copy and the number of copies, or `None` where it holds none.
-    fn of(ranks: usize, rank: usize, held: impl Iterator<Item = Option<(u16, u16)>>) -> Self {
+    fn of(ranks: usize, rank: usize, holders: Vec<Vec<usize>>) -> Self {
         let mut next = 0;
-        let owners = held.map(|copy| match copy {
-            None => Owner::new(-1, 0, 1),
-            Some((copy, copies)) => {
-                next += 1;
-                Owner::new(next - 1, copy, copies)
+        let local = |list: &Vec<usize>| {
+            if !list.contains(&rank) {
+                return -1;
             }
-        });
-        Self { ranks, rank, owners: owners.collect() }
+            next += 1;
+            next - 1
+        };
+        let locals = holders.iter().map(local).collect();
+        Self { ranks, rank, holders, locals }
     }
 
     /// E: experts of a layer.
     pub fn experts(&self) -> usize {
-        self.owners.len()
+        self.locals.len()
     }
 
     /// Number of ranks.
@@ -123,34 +105,44 @@ impl Placement {
         self.rank
     }
 
-    /// By global id, `[E]`.
-    pub fn owners(&self) -> &[Owner] {
-        &self.owners
+    /// Local numbers by global id, `[E]`; -1 where this rank does not hold the expert.
+    pub fn locals(&self) -> &[i32] {
+        &self.locals
+    }
+
+    /// The ranks that hold a copy of the expert `expert`, ascending; none when there is no such expert.
+    pub fn holders(&self, expert: usize) -> &[usize] {
+        self.holders.get(expert).map_or(&[], Vec::as_slice)
     }
 
     /// The local number of the expert `expert`; `None` when this rank does not hold it, or there is none.
     pub fn local(&self, expert: usize) -> Option<usize> {
-        usize::try_from(self.owners.get(expert)?.local).ok()
+        usize::try_from(*self.locals.get(expert)?).ok()
     }
 
     /// The global ids of this rank's experts, by local number: `[E_l]`.
     pub fn owned(&self) -> Vec<usize> {
-        (0..self.experts()).filter(|&expert| self.owners[expert].local >= 0).collect()
+        (0..self.experts()).filter(|&expert| self.locals[expert] >= 0).collect()
+    }
+
+    /// The global ids of the experts that several ranks hold, ascending.
+    pub fn copied(&self) -> Vec<usize> {
+        (0..self.experts()).filter(|&expert| self.holders[expert].len() > 1).collect()
     }
 
     /// E_l: number of experts that this rank holds.
     pub fn n_owned(&self) -> usize {
-        self.owners.iter().filter(|owner| owner.local >= 0).count()
+        self.locals.iter().filter(|local| **local >= 0).count()
     }
 
     /// The same rank without any expert.
     fn emptied(self) -> Self {
-        Self { owners: vec![Owner::new(-1, 0, 1); self.owners.len()], ..self }
+        Self { locals: vec![-1; self.locals.len()], ..self }
     }
 
     /// True when this rank alone holds every expert, so that global and local numbers are the same.
     pub fn is_identity(&self) -> bool {
-        self.owners.iter().all(|owner| owner.local >= 0 && owner.copies() == 1)
+        self.locals.iter().all(|local| *local >= 0) && self.holders.iter().all(|list| list.len() == 1)
     }
 }
 
@@ -197,19 +189,18 @@ mod tests {
     fn uneven_blocks_are_contiguous_and_larger_first() {
         let owned: Vec<_> = (0..3).map(|r| Placement::linear(7, 3, r).unwrap().owned()).collect();
         assert_eq!(owned, [vec![0, 1, 2], vec![3, 4], vec![5, 6]]);
-        let local = |p: Placement| p.owners().iter().map(|o| o.local).collect::<Vec<_>>();
-        assert_eq!(local(Placement::linear(7, 3, 1).unwrap()), [-1, -1, -1, 0, 1, -1, -1]);
-        assert_eq!(local(Placement::round_robin(7, 3, 1).unwrap()), [-1, 0, -1, -1, 1, -1, -1]);
+        assert_eq!(Placement::linear(7, 3, 1).unwrap().locals(), [-1, -1, -1, 0, 1, -1, -1]);
+        assert_eq!(Placement::round_robin(7, 3, 1).unwrap().locals(), [-1, 0, -1, -1, 1, -1, -1]);
     }
 
     #[test]
     fn a_table_may_hold_copies() {
-        let owners = [vec![1], vec![0, 1], vec![0]];
+        let owners = [vec![1], vec![1, 0], vec![0]];
         assert_eq!(Placement::table(&owners, 2, 0).unwrap().owned(), [1, 2]);
         let second = Placement::table(&owners, 2, 1).unwrap();
-        assert_eq!(second.owners(), [Owner::new(0, 0, 1), Owner::new(1, 1, 2), Owner::new(-1, 0, 1)]);
+        assert_eq!((second.locals(), second.holders(1), second.copied()), (&[0, 1, -1][..], &[0, 1][..], vec![1]));
         let all = Placement::table(&[vec![0, 1], vec![1, 0]], 2, 0).unwrap();
-        assert!(!all.is_identity(), "copies take turns");
+        assert!(!all.is_identity(), "copies share the pairs");
     }
 
     #[test]
@@ -222,6 +213,8 @@ mod tests {
             Placement::table(&[vec![]], 1, 0),
             Placement::table(&[vec![1]], 1, 0),
             Placement::table(&[vec![0, 0]], 1, 0),
+            Placement::table(&vec![vec![0, 1]; MAX_COPIED_EXPERTS + 1], 2, 0),
+            Placement::table(&[vec![0, 1]], MAX_COPIED_RANKS + 1, 0),
         ];
         let accepted: Vec<_> = cases.iter().filter(|c| c.is_ok()).collect();
         assert!(accepted.is_empty(), "{accepted:?}");

@@ -1,4 +1,4 @@
-//! Localise, remap and align on the device, exact against the oracle on every tier.
+//! Count, localise, remap and align on the device, exact against the oracle on every tier.
 
 mod common;
 #[path = "common/device.rs"]
@@ -11,9 +11,10 @@ use gpu_run::{Output, read, run, upload};
 use proptest::prelude::*;
 use wgmoe::Gpu;
 use wgmoe::kernels::align::{Align, Aligned as Place};
-use wgmoe::kernels::localise::Localise;
+use wgmoe::kernels::count::Count;
+use wgmoe::kernels::localise::{Localise, Owners};
 use wgmoe::kernels::remap::Remap;
-use wgmoe::placement::Owner;
+use wgmoe::placement::Placement;
 use wgmoe::reference::{self, Aligned, Remapped};
 use wgmoe::router::NoAdapter;
 use wgmoe::shape::align_capacity;
@@ -166,33 +167,122 @@ fn remap_equals_the_oracle_for_every_routing_and_adapter_mix() {
     }
 }
 
+fn localise_on(gpu: &Gpu, ids: &[i32], placement: &Placement, valid_pairs: usize) -> Vec<i32> {
+    let ids_view = upload(gpu, ids);
+    let out = Output::new(gpu, ids.len(), UNWRITTEN_I32);
+    let owners = Owners::upload(gpu, placement).unwrap().expect("a placement that needs a look-up");
+    run(gpu, |rec, pass| {
+        let quotas = rec.scratch("quotas", placement.experts() as u64 * 8)?;
+        gpu.queue().write_buffer(&quotas.buffer, 0, &vec![0x7f; placement.experts() * 8]);
+        let (pairs, topk_ids, local_ids) = (ids.len(), &ids_view, &out.view);
+        Localise { pairs, valid_pairs, topk_ids, owners: &owners, local_ids }.record(rec, pass)
+    });
+    out.read(gpu)
+}
+
 #[test]
 fn localise_masks_padding_after_the_look_up_and_keeps_negative_ids() {
     for gpu in device::every_tier() {
         // Expert 1 has another copy, expert 4 two others.
-        let copies = [1, 2, 1, 1, 3, 1, 1, 1];
-        let owners: Vec<Owner> = [-1, 0, -1, 1, 2, -1, -1, 3]
-            .into_iter()
-            .zip(copies)
-            .map(|(local, copies)| Owner::new(local, copies - 1, copies))
-            .collect();
+        let owners = [vec![1], vec![0, 2], vec![1], vec![0], vec![2, 1, 0], vec![2], vec![1], vec![0]];
         let ids: Vec<i32> = (0..134).map(|p| [0, 1, 7, -1, -2, 8, 100, i32::MIN, 4, i32::MAX][p % 10]).collect();
-        for valid in [0, 1, 31, 66, 67] {
-            let (ids_view, owners_view) = (upload(&gpu, &ids), upload(&gpu, &owners));
-            let out = Output::new(&gpu, ids.len(), UNWRITTEN_I32);
-            run(&gpu, |rec, pass| {
-                Localise {
-                    pairs: ids.len(),
-                    valid_pairs: valid * 2,
-                    experts: owners.len(),
-                    top_k: 2,
-                    topk_ids: &ids_view,
-                    owners: &owners_view,
-                    local_ids: &out.view,
+        for rank in 0..3 {
+            let placement = Placement::table(&owners, 3, rank).unwrap();
+            for valid in [0, 1, 31, 66, 67] {
+                let got = localise_on(&gpu, &ids, &placement, valid * 2);
+                assert_eq!(got, reference::localise(&ids, &placement, valid, 2), "{rank} {valid}");
+            }
+        }
+    }
+}
+
+/// `experts` experts: the first on every rank, every third on one, others on one or more.
+fn copied(experts: usize, ranks: usize, rng: &mut Rng) -> Vec<Vec<usize>> {
+    let list = |e: usize, rng: &mut Rng| {
+        let n = [ranks, 1 + rng.below(ranks), 1][if e == 0 { 0 } else { 1 + e % 3 / 2 }];
+        let first = rng.below(ranks);
+        (0..n).map(|i| (first + i) % ranks).collect()
+    };
+    (0..experts).map(|e| list(e, rng)).collect()
+}
+
+#[test]
+fn copies_are_chosen_as_the_oracle_chooses_them_and_each_pair_once() {
+    for gpu in device::every_tier() {
+        let mut rng = Rng::new(5);
+        for (experts, ranks, top_k) in [(1, 2, 1), (1, 4, 1), (7, 2, 2), (7, 4, 3), (128, 3, 8), (128, 4, 8)] {
+            for routing in [Routing::Identical, Routing::Uniform, Routing::Zipf(1.5), Routing::Skewed] {
+                let (owners, tokens) = (copied(experts, ranks, &mut rng), [1, 37, 150][rng.below(3)]);
+                let mut ids = routing.ids(tokens, top_k, experts, &mut rng);
+                ids.iter_mut().step_by(11).for_each(|id| *id = -1);
+                let valid = tokens - rng.below(2);
+                let mut taken = vec![0; ids.len()];
+                for rank in 0..ranks {
+                    let placement = Placement::table(&owners, ranks, rank).unwrap();
+                    let what = format!("{} E {experts} {ranks} {routing:?} {tokens} rank {rank}", gpu.tier());
+                    let expected = reference::localise(&ids, &placement, valid, top_k);
+                    assert_eq!(localise_on(&gpu, &ids, &placement, valid * top_k), expected, "{what}");
+                    expected.iter().zip(&mut taken).for_each(|(id, n)| *n += usize::from(*id >= 0));
                 }
-                .record(rec, pass)
-            });
-            assert_eq!(out.read(&gpu), reference::localise(&ids, &owners, valid, 2), "{valid}");
+                let owed = |p: usize| usize::from(ids[p] >= 0 && p < valid * top_k);
+                assert!((0..ids.len()).all(|p| taken[p] == owed(p)), "{owners:?} {ids:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn holders_of_copied_experts_end_level_where_single_experts_let_them() {
+    let mut rng = Rng::new(6);
+    for ranks in [2, 3, 4] {
+        // The last expert is everywhere: it fills whatever the others left, as far as it goes.
+        let mut owners = copied(8, ranks, &mut rng);
+        owners[7] = (0..ranks).collect();
+        let mut ids = Routing::Zipf(1.5).ids(60, 3, 8, &mut rng);
+        ids.extend([7; 300]);
+        let placed = |rank| {
+            let placement = Placement::table(&owners, ranks, rank).unwrap();
+            reference::localise(&ids, &placement, ids.len(), 1).iter().filter(|id| **id >= 0).count()
+        };
+        let loads: Vec<usize> = (0..ranks).map(placed).collect();
+        let (least, most) = (loads.iter().min().unwrap(), loads.iter().max().unwrap());
+        assert!(most - least <= 1, "{loads:?}");
+    }
+}
+
+#[test]
+fn copies_are_chosen_among_many_experts_ranks_and_pairs() {
+    for gpu in device::every_tier().iter().rev().take(1) {
+        let mut rng = Rng::new(7);
+        // More copies than the shader keeps in workgroup memory, and pairs of which every lane has several.
+        let owners: Vec<Vec<usize>> = (0..512).map(|e| (0..4).map(|i| (e + i * 17) % 64).collect()).collect();
+        let ids = Routing::Zipf(1.1).ids(400, 8, 512, &mut rng);
+        for rank in [0, 40] {
+            let placement = Placement::table(&owners, 64, rank).unwrap();
+            let expected = reference::localise(&ids, &placement, 400, 8);
+            assert_eq!(localise_on(gpu, &ids, &placement, ids.len()), expected);
+        }
+    }
+}
+
+#[test]
+fn counts_add_up_over_steps_and_stay_in_their_layer() {
+    for gpu in device::every_tier() {
+        let mut rng = Rng::new(8);
+        for experts in [1, 7, 128] {
+            let counts = Output::new(&gpu, 3 * experts, 0u32);
+            let mut expected = vec![0; 3 * experts];
+            for (layer, tokens, valid) in [(0, 1, 1), (2, 70, 70), (0, 33, 32), (2, 5, 0)] {
+                let mut ids = Routing::Skewed.ids(tokens, 1, experts, &mut rng);
+                ids.iter_mut().step_by(5).for_each(|id| *id = [-1, i32::MIN, experts as i32, i32::MAX][rng.below(4)]);
+                let topk_ids = upload(&gpu, &ids);
+                run(&gpu, |rec, pass| {
+                    let (topk_ids, counts) = (&topk_ids, &counts.view);
+                    Count { valid_pairs: valid, experts, layer, topk_ids, counts }.record(rec, pass)
+                });
+                reference::count(&ids, valid, &mut expected[layer * experts..(layer + 1) * experts]);
+            }
+            assert_eq!(counts.read(&gpu), expected, "{} {experts}", gpu.tier());
         }
     }
 }

@@ -5,7 +5,7 @@ mod common;
 
 use common::{AdapterMix, Rng, Routing, UNWRITTEN_F32, each_case, rel_err};
 use proptest::prelude::*;
-use wgmoe::placement::Owner;
+use wgmoe::placement::Placement;
 use wgmoe::reference::{Aligned, align, expert_gemm, localise, remap};
 use wgmoe::router::{NoAdapter, STATUS_ID, STATUS_SLOT};
 use wgmoe::shape::align_capacity;
@@ -157,22 +157,37 @@ fn an_id_out_of_range_never_lands_in_the_next_slot() {
 
 #[test]
 fn global_ids_become_local_and_padded_rows_are_masked_last() {
-    let table = [-1, -1, 0, 1].map(|local| Owner::new(local, 0, 1));
+    let second = Placement::linear(4, 2, 1).unwrap();
     let ids = [2, 0, 3, -9, 4, 1, 2, -9];
-    assert_eq!(localise(&ids, &table, 3, 2), [0, -1, 1, -9, -1, -1, -1, -1]);
-    assert_eq!(localise(&ids, &table, 9, 2)[6..], [0, -9]);
-    assert_eq!(localise(&ids, &table, 0, 2), [-1; 8]);
-    assert_eq!(localise(&[], &table, 0, 2), [0i32; 0]);
+    assert_eq!(localise(&ids, &second, 3, 2), [0, -1, 1, -9, -1, -1, -1, -1]);
+    assert_eq!(localise(&ids, &second, 9, 2)[6..], [0, -9]);
+    assert_eq!(localise(&ids, &second, 0, 2), [-1; 8]);
+    assert_eq!(localise(&[], &second, 0, 2), [0i32; 0]);
 }
 
 #[test]
-fn copies_of_an_expert_take_turns_by_token() {
-    // Three ranks hold expert 1 of 2, each as its local expert 0.
-    let ids = [1; 7];
-    let on = |copy| localise(&ids, &[Owner::new(-1, 0, 1), Owner::new(0, copy, 3)], 7, 1);
-    assert_eq!(on(0), [-1, -1, 0, -1, -1, 0, -1]);
-    assert_eq!(on(1), [0, -1, -1, 0, -1, -1, 0]);
-    assert_eq!(on(2), [-1, 0, -1, -1, 0, -1, -1]);
+fn pairs_of_a_copied_expert_go_where_the_load_is_least() {
+    // Rank 0 holds expert 0 and all three hold expert 1, as their local expert 1, 0 and 0.
+    let on =
+        |rank, ids: &[i32]| localise(ids, &Placement::table(&[vec![0], vec![2, 0, 1]], 3, rank).unwrap(), ids.len(), 1);
+    // Two pairs of expert 0 are on rank 0: of five of expert 1 it takes the first, and the others two each.
+    let ids = [1, 0, 1, 1, 0, -1, 1, 1];
+    assert_eq!(on(0, &ids), [1, 0, -1, -1, 0, -1, -1, -1]);
+    assert_eq!(on(1, &ids), [-1, -1, 0, 0, -1, -1, -1, -1]);
+    assert_eq!(on(2, &ids), [-1, -1, -1, -1, -1, -1, 0, 0]);
+    // One pair alone goes to the lowest rank without work.
+    assert_eq!([0, 1, 2].map(|rank| on(rank, &[0, 1])), [[0, -1], [-1, 0], [-1, -1]]);
+    assert_eq!([0, 1, 2].map(|rank| on(rank, &[1])), [[1], [-1], [-1]]);
+}
+
+#[test]
+fn padded_rows_take_no_part_in_the_choice_among_copies() {
+    let on = |rank, valid| {
+        let both = Placement::table(&[vec![0, 1]], 2, rank).unwrap();
+        localise(&[0, 0, 0, 0], &both, valid, 2)
+    };
+    assert_eq!((on(0, 1), on(1, 1)), (vec![0, -1, -1, -1], vec![-1, 0, -1, -1]));
+    assert_eq!((on(0, 2), on(1, 2)), (vec![0, 0, -1, -1], vec![-1, -1, 0, 0]));
 }
 
 // align

@@ -6,7 +6,7 @@ mod common;
 use common::{Rng, TOL_F32, each_case, rel_err};
 use wgmoe::activation::Activation;
 use wgmoe::adapter::Site;
-use wgmoe::placement::Owner;
+use wgmoe::placement::Placement;
 use wgmoe::reference::{Factors, MoeLayer, moe_layer};
 use wgmoe::router::RouteOptions;
 use wgmoe::shape::MoeShape;
@@ -14,7 +14,6 @@ use wgmoe::shape::MoeShape;
 /// Row of an adapter's half to row of the gate_up matrix.
 type Column = fn(usize) -> usize;
 
-const WHOLE: [Owner; 4] = [Owner::new(0, 0, 1), Owner::new(1, 0, 1), Owner::new(2, 0, 1), Owner::new(3, 0, 1)];
 const SHAPE: MoeShape = MoeShape { experts: 4, top_k: 2, hidden: 6, expert_width: 5 };
 const TOKENS: usize = 9;
 const SLOTS: usize = 2;
@@ -22,6 +21,7 @@ const RANK: usize = 3;
 
 /// Random weights of a layer and of one factor for each site and virtual expert.
 struct Weights {
+    placement: Placement,
     x: Vec<f32>,
     router: Vec<f32>,
     gate_up: Vec<f32>,
@@ -37,6 +37,7 @@ impl Weights {
         let columns = activation.input_columns(expert_width);
         let factors = 3 * SLOTS * experts * RANK;
         Self {
+            placement: Placement::linear(experts, 1, 0).unwrap(),
             x: rng.floats(TOKENS * hidden),
             router: rng.floats(experts * hidden),
             gate_up: rng.floats(experts * columns * hidden),
@@ -51,7 +52,7 @@ impl Weights {
             shape: SHAPE,
             options: RouteOptions::default(),
             activation,
-            owners: &WHOLE,
+            placement: &self.placement,
             router: &self.router,
             router_bias: None,
             gate_up: &self.gate_up,
@@ -191,7 +192,7 @@ fn partial_sums_of_four_ranks_add_up_when_experts_and_their_width_are_split() {
         };
         let part = MoeLayer {
             shape: MoeShape { expert_width: width, ..SHAPE },
-            owners: &[[0, 1, -1, -1], [-1, -1, 0, 1]][ep_rank].map(|local| Owner::new(local, 0, 1)),
+            placement: &Placement::linear(SHAPE.experts, 2, ep_rank).unwrap(),
             gate_up: &gate_up,
             down: &down,
             ..layer

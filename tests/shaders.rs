@@ -13,8 +13,7 @@ use wgmoe::kernels::linker::{Kernel, Vars, label, render};
 use wgmoe::kernels::params::Params;
 use wgmoe::kernels::variants::variants;
 use wgmoe::kernels::{
-    activation, align, attention, combine, embed, expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, norm,
-    pack, random, rate, remap, rope, route, sample, stream,
+    activation, align, attention, combine, count, embed, expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, norm, pack, random, rate, remap, rope, route, sample, stream,
 };
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::classes::classes;
@@ -29,7 +28,10 @@ fn layout<P: Params>() -> Layout {
 fn params_of(stem: &str) -> Layout {
     match stem {
         "route" => layout::<route::RouteParams>(),
+        "count" => layout::<count::CountParams>(),
         "localise" => layout::<localise::LocaliseParams>(),
+        "localise_quotas" => layout::<localise::LocaliseQuotasParams>(),
+        "localise_copies" => layout::<localise::LocaliseCopiesParams>(),
         "remap" => layout::<remap::RemapParams>(),
         "align_count" | "align_total" | "align_scan" | "align_scatter" => layout::<align::AlignParams>(),
         "expert_gemm" => layout::<expert_gemm::ExpertGemmParams>(),

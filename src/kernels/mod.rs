@@ -9,6 +9,7 @@ pub mod recording;
 pub mod variants;
 
 pub mod route;
+pub mod count;
 pub mod localise;
 pub mod remap;
 pub mod align;

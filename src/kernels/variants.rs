@@ -7,8 +7,7 @@ use crate::dtype::DType;
 use crate::gpu::Tier;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
-    activation, align, attention, combine, embed, expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, norm,
-    pack, random, rate, remap, rope, route, sample, stream,
+    activation, align, attention, combine, count, embed, expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, norm, pack, random, rate, remap, rope, route, sample, stream,
 };
 use crate::plan::capabilities::Capabilities;
 use crate::plan::classes::classes;
@@ -63,7 +62,10 @@ pub fn all() -> Vec<Variant> {
 /// each width of a head; the widths of known models stand for all.
 pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
     let mut all = routes(caps);
+    all.push((&count::COUNT, Vars::new()));
     all.push((&localise::LOCALISE, Vars::new()));
+    all.push((&localise::LOCALISE_QUOTAS, localise::quota_vars()));
+    all.push((&localise::LOCALISE_COPIES, localise::copy_vars()));
     all.push((&remap::REMAP, Vars::new()));
     for chunk in align::CHUNKS {
         all.push((&align::ALIGN_COUNT, align::by_chunk(chunk)));

@@ -35,7 +35,7 @@ impl MoeLayer {
         if self.activation == Activation::ReluSquared {
             return Err(Error::new(ErrorKind::Unsupported, "layer: experts without a gate are not implemented"));
         }
-        let MoeShape { experts: e, top_k: a, hidden: d, .. } = self.shape;
+        let MoeShape { top_k: a, hidden: d, .. } = self.shape;
         let f = self.width;
         let caps = rec.gpu().capabilities().clone();
         let pairs = t.tokens * a;
@@ -62,16 +62,8 @@ impl MoeLayer {
             None => routed.topk_ids.clone(),
             Some(owners) => {
                 let local_ids = rec.scratch("local_ids", (pairs * 4) as u64)?;
-                Localise {
-                    pairs,
-                    valid_pairs: pairs,
-                    experts: e,
-                    top_k: a,
-                    topk_ids: &routed.topk_ids,
-                    owners,
-                    local_ids: &local_ids,
-                }
-                .record(rec, pass)?;
+                Localise { pairs, valid_pairs: pairs, topk_ids: &routed.topk_ids, owners, local_ids: &local_ids }
+                    .record(rec, pass)?;
                 local_ids
             }
         };

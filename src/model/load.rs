@@ -8,6 +8,7 @@ use crate::family::{ExpertPart, Role};
 use crate::gpu::Gpu;
 use crate::kernels::View;
 use crate::kernels::expert_gemm::Weights;
+use crate::kernels::localise::Owners;
 use crate::kernels::random::Random;
 use crate::layer::MoeLayer;
 use crate::model::{DecoderLayer, Mlp, Model};
@@ -231,14 +232,7 @@ impl<'c> Loader<'_, 'c> {
         let placement = share.placement();
         let owned = placement.owned();
         let label = |what: &str| format!("layer {layer} {what}");
-        let owners = if placement.is_identity() {
-            None
-        } else {
-            let n_bytes = size_of_val(placement.owners()) as u64;
-            let buffer = self.gpu.buffer(&label("owners"), n_bytes, wgpu::BufferUsages::empty())?;
-            self.gpu.queue().write_buffer(&buffer, 0, bytemuck::cast_slice(placement.owners()));
-            Some(View::whole(&buffer))
-        };
+        let owners = Owners::upload(self.gpu, placement)?;
         let part = |checkpoint: &'c Checkpoint, local: usize, part| {
             checkpoint.expert_block(layer, owned[local], part, share.width())
         };

@@ -1,25 +1,68 @@
 //! Global expert ids to the ids of this rank.
 
 use super::index;
-use crate::placement::Owner;
+use crate::placement::Placement;
 
-/// Semantics: `local[p] = owners[ids[p]].local`, -1 where the expert is not held here or another rank's copy has its turn.
+/// Semantics: `local[p] = locals[ids[p]]`, -1 where the expert is not held here or another rank's copy of it takes the pair.
 ///
-/// `ids`: `[P]` with P = T·A, `owners`: `[E]`, result `[P]`. Of n copies of expert e, token t takes number (t + e) mod n. A
-/// negative id keeps its bits, an id >= E becomes -1. Pairs of rows from `rows_valid` on (p / A >= `rows_valid`) become -1
-/// after the look-up, whatever their id.
-pub fn localise(ids: &[i32], owners: &[Owner], rows_valid: usize, top_k: usize) -> Vec<i32> {
+/// `ids`: `[P]` with P = T·A, result `[P]`. A negative id keeps its bits, an id >= E becomes -1. Pairs of rows from `rows_valid`
+/// on (p / A >= `rows_valid`) become -1 after the look-up, whatever their id, and count nowhere.
+///
+/// The load of a rank is the number of its pairs. Experts with one copy come first; then, in the order of their ids, those
+/// with several: each of their pairs goes to the holder with the least load, the lowest of those. So many pairs each holder
+/// takes, the first holder the first of them in the order of pairs, the second the next, and so on.
+pub fn localise(ids: &[i32], placement: &Placement, rows_valid: usize, top_k: usize) -> Vec<i32> {
+    let experts = placement.experts();
+    let mut counts = vec![0usize; experts];
+    for p in 0..ids.len() {
+        if let Some(e) = index(ids[p]).filter(|e| *e < experts && p / top_k < rows_valid) {
+            counts[e] += 1;
+        }
+    }
+
+    let mut loads = vec![0usize; placement.ranks()];
+    for e in 0..experts {
+        if let &[only] = placement.holders(e) {
+            loads[only] += counts[e];
+        }
+    }
+    // Which pairs of each expert are this rank's.
+    let mut begins = vec![0usize; experts];
+    let mut ends = counts.clone();
+    for e in placement.copied() {
+        let holders = placement.holders(e);
+        let mut quotas = vec![0usize; holders.len()];
+        for _ in 0..counts[e] {
+            let mut least = 0;
+            for i in 1..holders.len() {
+                if loads[holders[i]] < loads[holders[least]] {
+                    least = i;
+                }
+            }
+            quotas[least] += 1;
+            loads[holders[least]] += 1;
+        }
+        let before = holders.iter().take_while(|holder| **holder < placement.rank()).count();
+        begins[e] = quotas[..before].iter().sum();
+        ends[e] = begins[e] + quotas.get(before).copied().unwrap_or(0);
+    }
+
+    let mut seen = vec![0usize; experts];
     let mut local = vec![-1; ids.len()];
     for p in 0..ids.len() {
-        let token = p / top_k;
-        if token >= rows_valid {
+        if p / top_k >= rows_valid {
             continue;
         }
-        local[p] = match index(ids[p]) {
-            None => ids[p],
-            Some(e) if e < owners.len() && (token + e) % owners[e].copies() == owners[e].copy() => owners[e].local,
-            Some(_) => -1,
-        };
+        match index(ids[p]) {
+            None => local[p] = ids[p],
+            Some(e) if e < experts => {
+                if seen[e] >= begins[e] && seen[e] < ends[e] {
+                    local[p] = placement.locals()[e];
+                }
+                seen[e] += 1;
+            }
+            Some(_) => {}
+        }
     }
     local
 }

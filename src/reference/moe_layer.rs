@@ -3,7 +3,7 @@
 use super::{Factors, Routed, activation, combine, expert_bias, expert_gemm, localise, lora, remap, route};
 use crate::activation::Activation;
 use crate::adapter::Site;
-use crate::placement::Owner;
+use crate::placement::Placement;
 use crate::router::{NoAdapter, RouteOptions};
 use crate::shape::MoeShape;
 
@@ -16,8 +16,8 @@ pub struct MoeLayer<'a> {
     pub options: RouteOptions,
     /// Nonlinearity of the experts.
     pub activation: Activation,
-    /// `[E]`: where this rank finds each expert.
-    pub owners: &'a [Owner],
+    /// Of E experts: which are here.
+    pub placement: &'a Placement,
     /// `[E, D]`
     pub router: &'a [f32],
     /// `[E]`: selection bias.
@@ -63,11 +63,11 @@ pub fn moe_layer<'a>(
     let columns = layer.activation.input_columns(f);
     let experts_local = layer.down.len() / (d * f);
     assert_eq!(x.len(), tokens * d, "x: [T, D]");
-    assert_eq!(layer.owners.len(), experts, "owners: [E]");
+    assert_eq!(layer.placement.experts(), experts, "placement: of E experts");
 
     let logits = router_logits(x, layer.router, tokens, experts, d);
     let routed = route(&logits, layer.router_bias, tokens, experts, top_k, &layer.options);
-    let ids = localise(&routed.ids, layer.owners, tokens, top_k);
+    let ids = localise(&routed.ids, layer.placement, tokens, top_k);
     let remapped = remap(&ids, token_lora_mapping, top_k, experts_local, slots, NoAdapter::Skip);
     let virtual_ids = &remapped.virtual_topk_ids;
 

@@ -11,6 +11,7 @@ use wgmoe::adapter::sites::LayerSites;
 use wgmoe::adapter::{Factor, Matrix, Site};
 use wgmoe::checkpoint::MlpKind;
 use wgmoe::dtype::DType;
+use wgmoe::kernels::localise::Owners;
 use wgmoe::kernels::{Recording, View};
 use wgmoe::layer::{LoraBatch, MoeTensors};
 use wgmoe::placement::{ExpertShare, Placement, RankShare};
@@ -24,11 +25,12 @@ use crate::gpu_run::{Output, run_in, upload, weights};
 
 pub const SHAPE: MoeShape = MoeShape { experts: 8, top_k: 3, hidden: 24, expert_width: 16 };
 /// Every scratch buffer of a layer, and bytes that are enough for each.
-const SCRATCH: [&str; 14] = [
+const SCRATCH: [&str; 15] = [
     "router logits",
     "topk_ids",
     "topk_weights",
     "local_ids",
+    "quotas",
     "virtual_topk_ids",
     "lora_mask",
     "gate_up",
@@ -89,7 +91,7 @@ impl Twin {
             shape,
             experts: n,
             width,
-            owners: (!share.placement().is_identity()).then(|| upload(gpu, share.placement().owners())),
+            owners: Owners::upload(gpu, share.placement()).unwrap(),
             router: weights(gpu, dtype, [1, e, d], &router, u64::MAX).0,
             options: RouteOptions::default(),
             gate_up: weights(gpu, dtype, [n, 2 * width, d], &halves, u64::MAX).0,
@@ -117,7 +119,7 @@ impl Twin {
             shape: self.shape,
             options: self.device.options,
             activation: self.device.activation,
-            owners: self.share.placement().owners(),
+            placement: self.share.placement(),
             router: &self.router,
             router_bias: None,
             gate_up: &self.gate_up,
