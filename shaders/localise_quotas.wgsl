@@ -1,7 +1,8 @@
 // Which pairs of each copied expert are this rank's, by their number among the pairs of that expert. Every rank sees all
-// pairs and computes the same, so they agree without a word. A rank's load is the number of its pairs: first those of
-// experts with one copy; then the pairs of each copied expert, in the order of ids, fill up the least loaded of its
-// holders, as water would, the lowest rank first where they are level. One workgroup; `localise_copies` reads the result.
+// pairs and computes the same, so they agree without a word. A rank's load is the number of its pairs. At first holders have
+// equal shares of an expert. Then each copied expert, in the order of ids, is shared out anew: its pairs fill up the least
+// loaded of its holders, as water would, the lowest rank first where they are level. That lowers the largest load, or
+// leaves it. One workgroup; `localise_copies` reads the result.
 struct LocaliseQuotasParams {
     valid_pairs: u32,
     experts: u32,
@@ -16,7 +17,8 @@ struct LocaliseQuotasParams {
 
 @group(0) @binding(0) var<uniform> params: LocaliseQuotasParams;
 @group(0) @binding(1) var<storage, read> topk_ids: array<i32>; // [P], global
-// The holder of each expert, 0xffffffff for a copied one [E]; then for each of these: expert, number of holders, holders.
+// The holder of each expert, or for a copied one 0x80000000 + its place in the list [E]. Then the list: for each copied one
+// its id, the number of its holders, and these.
 @group(0) @binding(2) var<storage, read> holders: array<u32>;
 @group(0) @binding(3) var<storage, read_write> quotas: array<vec2<u32>>; // [E]: first, number; of copied experts held here
 
@@ -30,6 +32,11 @@ fn listed(at: u32) -> u32 {
         return list_tile[at];
     }
     return holders[params.experts + at];
+}
+
+// An equal share: that of the holder `i` of `copies`.
+fn share(pairs: u32, copies: u32, i: u32) -> u32 {
+    return pairs / copies + select(0u, 1u, i < pairs % copies);
 }
 
 // Divides the pairs of the expert that stands at `at` in the list.
@@ -46,7 +53,7 @@ fn divide(at: u32) {
         var sum = pairs;
         var n = 0u;
         for (var i = 0u; i < copies; i = i + 1u) {
-            let load = atomicLoad(&loads[listed(at + 2u + i)]);
+            let load = atomicLoad(&loads[listed(at + 2u + i)]) - share(pairs, copies, i);
             if (load <= level) {
                 sum = sum + load;
                 n = n + 1u;
@@ -62,7 +69,7 @@ fn divide(at: u32) {
     var first = 0u;
     for (var i = 0u; i < copies; i = i + 1u) {
         let holder = listed(at + 2u + i);
-        let load = atomicLoad(&loads[holder]);
+        let load = atomicLoad(&loads[holder]) - share(pairs, copies, i);
         var quota = 0u;
         if (load <= level) {
             quota = level - load;
@@ -70,8 +77,8 @@ fn divide(at: u32) {
                 quota = quota + 1u;
                 rest = rest - 1u;
             }
-            atomicStore(&loads[holder], load + quota);
         }
+        atomicStore(&loads[holder], load + quota);
         if (holder == params.rank) {
             quotas[expert] = vec2<u32>(first, quota);
         }
@@ -100,8 +107,15 @@ fn main(@builtin(local_invocation_index) lane: u32) {
     workgroupBarrier();
     for (var e = lane; e < params.experts; e = e + {{ lanes }}u) {
         let holder = holders[e];
-        if (holder != 0xffffffffu) {
-            atomicAdd(&loads[holder], atomicLoad(&expert_pairs[e]));
+        let pairs = atomicLoad(&expert_pairs[e]);
+        if (holder < 0x80000000u) {
+            atomicAdd(&loads[holder], pairs);
+            continue;
+        }
+        let at = holder - 0x80000000u;
+        let copies = listed(at + 1u);
+        for (var i = 0u; i < copies; i = i + 1u) {
+            atomicAdd(&loads[listed(at + 2u + i)], share(pairs, copies, i));
         }
     }
     workgroupBarrier();

@@ -232,10 +232,10 @@ fn copies_are_chosen_as_the_oracle_chooses_them_and_each_pair_once() {
 }
 
 #[test]
-fn holders_of_copied_experts_end_level_where_single_experts_let_them() {
+fn an_expert_that_is_everywhere_fills_what_the_others_left() {
     let mut rng = Rng::new(6);
     for ranks in [2, 3, 4] {
-        // The last expert is everywhere: it fills whatever the others left, as far as it goes.
+        // The last to be shared out, with more pairs than the others together.
         let mut owners = copied(8, ranks, &mut rng);
         owners[7] = (0..ranks).collect();
         let mut ids = Routing::Zipf(1.5).ids(60, 3, 8, &mut rng);
@@ -248,6 +248,30 @@ fn holders_of_copied_experts_end_level_where_single_experts_let_them() {
         let (least, most) = (loads.iter().min().unwrap(), loads.iter().max().unwrap());
         assert!(most - least <= 1, "{loads:?}");
     }
+}
+
+#[test]
+fn the_most_loaded_rank_has_no_more_than_with_equal_shares_and_mostly_less() {
+    let (mut rng, ranks, mut lower) = (Rng::new(9), 4, 0);
+    for round in 0..40 {
+        let owners = copied(16, ranks, &mut rng);
+        let ids = [Routing::Uniform, Routing::Zipf(1.5), Routing::Skewed][round % 3].ids(40, 4, 16, &mut rng);
+        let mut equal = vec![0; ranks];
+        for (e, list) in owners.iter().enumerate() {
+            let n = ids.iter().filter(|id| **id == e as i32).count();
+            let mut list = list.clone();
+            list.sort_unstable();
+            (0..n).for_each(|pair| equal[list[pair % list.len()]] += 1);
+        }
+        let placed = |rank| {
+            let placement = Placement::table(&owners, ranks, rank).unwrap();
+            reference::localise(&ids, &placement, 40, 4).iter().filter(|id| **id >= 0).count()
+        };
+        let (most, before) = ((0..ranks).map(placed).max(), equal.into_iter().max());
+        assert!(most <= before, "{most:?} {before:?} {owners:?}");
+        lower += usize::from(most < before);
+    }
+    assert!(lower > 20, "{lower} of 40");
 }
 
 #[test]

@@ -148,7 +148,12 @@ fn traced(gpu: &Gpu, tokens: usize, placement: &Placement, shaders: &mut BTreeMa
 
 #[test]
 fn a_traced_layer_holds_all_that_is_needed_to_repeat_it() {
-    let placements = [Placement::linear(8, 1, 0).unwrap(), Placement::linear(8, 2, 1).unwrap()];
+    let copies = [vec![0], vec![0, 1], vec![1], vec![1, 0], vec![0], vec![1], vec![0], vec![0, 1]];
+    let placements = [
+        Placement::linear(8, 1, 0).unwrap(),
+        Placement::linear(8, 2, 1).unwrap(),
+        Placement::table(&copies, 2, 1).unwrap(),
+    ];
     let (mut shaders, mut cases) = (BTreeMap::new(), Vec::new());
     // Nobody repeats the matrix tier elsewhere: browsers and CPU threads have no such matrices.
     for gpu in device::every_tier().iter().filter(|gpu| gpu.tier() < Tier::Matrix).map(as_anywhere) {
@@ -158,7 +163,7 @@ fn a_traced_layer_holds_all_that_is_needed_to_repeat_it() {
             }
         }
     }
-    for stage in ["route", "localise", "remap", "align_scatter", "lora_expand", "combine"] {
+    for stage in ["route", "localise", "localise_copies", "remap", "align_scatter", "lora_expand", "combine"] {
         assert!(shaders.keys().any(|label| label.starts_with(stage)), "no {stage}");
     }
     if let Some(path) = std::env::var_os("WGMOE_TRACE") {

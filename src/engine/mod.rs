@@ -9,6 +9,7 @@
 mod request;
 mod sequence;
 mod schedule;
+mod routing;
 mod runner;
 mod in_flight;
 mod worker;
@@ -26,6 +27,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::exchange::{self, Exchange, Ranks};
 use crate::gpu::Gpu;
 use crate::model::Model;
+use crate::placement::RoutingCounts;
 use in_flight::InFlight;
 use runner::Runner;
 use sequence::Sequence;
@@ -139,6 +141,16 @@ impl Engine {
     /// The options in force, after they were fitted to the model and the device.
     pub fn options(&self) -> &EngineOptions {
         &self.options
+    }
+
+    /// How often each expert was chosen in the steps begun so far, and waits for them; `None` without
+    /// [`EngineOptions::count_routing`]. Over several ranks these are the choices for all tokens, for rank 0 routes all.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Device`] when the device was lost.
+    pub fn routing_counts(&mut self) -> Result<Option<RoutingCounts>> {
+        let Runner { counter, gpu, .. } = &mut self.runner;
+        counter.as_mut().map(|counter| counter.read(gpu)).transpose()
     }
 
     /// Registers an adapter under `name` and returns its id; it goes to the device when a sequence needs it. A name that

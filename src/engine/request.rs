@@ -22,11 +22,21 @@ pub struct EngineOptions {
     /// [`PoolOptions::budget`](crate::adapter::pool::PoolOptions); `None`: what the device has. Adapters that do not fit
     /// together take turns.
     pub adapter_memory: Option<u64>,
+    /// Count how often each expert of each layer is chosen, for [`Engine::routing_counts`](crate::Engine::routing_counts): one
+    /// small dispatch a layer.
+    pub count_routing: bool,
 }
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self { max_sequences: 64, max_context: 0, max_step_tokens: 512, adapter_slots: 8, adapter_memory: None }
+        Self {
+            max_sequences: 64,
+            max_context: 0,
+            max_step_tokens: 512,
+            adapter_slots: 8,
+            adapter_memory: None,
+            count_routing: false,
+        }
     }
 }
 

@@ -4,6 +4,7 @@ use crate::adapter::pool::{AdapterId, AdapterPool, PoolOptions};
 use crate::adapter::{Adapter, Site};
 use crate::checkpoint::MlpKind;
 use crate::engine::EngineOptions;
+use crate::engine::routing::RoutingCounter;
 use crate::error::{Error, ErrorKind, Result};
 use crate::exchange::{self, Ranks};
 use crate::gpu::Gpu;
@@ -25,6 +26,8 @@ pub(crate) struct Runner {
     pub last_ids: View,
     pub status: View,
     pub max_logit_rows: usize,
+    /// Where choices are counted; each rank counts for the rows that it routes.
+    pub counter: Option<RoutingCounter>,
     rotary: View,
     block_table: View,
 }
@@ -85,6 +88,7 @@ impl Runner {
         let (slots, budget) = (options.adapter_slots, options.adapter_memory);
         let pool =
             AdapterPool::with_options(gpu, PoolOptions { layers, ends: Some(model.end_sites(slots)), slots, budget })?;
+        let counter = options.count_routing.then(|| RoutingCounter::new(gpu, config)).transpose()?;
         Ok(Self {
             gpu: gpu.clone(),
             model,
@@ -95,6 +99,7 @@ impl Runner {
             last_ids,
             status,
             max_logit_rows: sizes.logit_rows,
+            counter,
             rotary,
             block_table,
         })
@@ -119,6 +124,9 @@ impl Runner {
 
     /// Records all layers, and the head for the rows whose logits are wanted: f32 `[gather, vocab]`.
     pub fn layers(&mut self, commands: &mut Commands<'_>, rows: &Rows<'_>) -> Result<Option<View>> {
+        if let Some(counter) = &mut self.counter {
+            counter.begin(&self.gpu, rows.rows.len())?;
+        }
         let row_table = self.upload("row table", bytemuck::cast_slice(rows.rows))?;
         let gather = self.upload("logit rows", bytemuck::cast_slice(rows.gather))?;
         let mapping = self.upload("token_lora_mapping", bytemuck::cast_slice(rows.mapping))?;
@@ -147,6 +155,7 @@ impl Runner {
             lora,
             lora_embedding,
             lora_head,
+            routing_counts: self.counter.as_ref().map(|counter| &counter.counts),
             attended: rows.rows.iter().map(|r| r[1] as u64 + 1).sum(),
         };
         self.model.record(commands, &mut self.rec, &self.cache, &self.pool, tensors)
@@ -198,7 +207,9 @@ fn facts(model: &Model) -> String {
 
 /// The options of rank 0.
 fn of_rank_0(ranks: &mut Ranks, options: &EngineOptions) -> Result<EngineOptions> {
-    let EngineOptions { max_sequences, max_context, max_step_tokens, adapter_slots, adapter_memory } = *options;
+    // Every rank routes every row, so what a rank counts is its own affair.
+    let EngineOptions { max_sequences, max_context, max_step_tokens, adapter_slots, adapter_memory, count_routing } =
+        *options;
     let sizes = [max_sequences, max_context, max_step_tokens, adapter_slots].map(|n| n as u64);
     let own =
         [sizes[0], sizes[1], sizes[2], sizes[3], u64::from(adapter_memory.is_some()), adapter_memory.unwrap_or(0)];
@@ -212,6 +223,7 @@ fn of_rank_0(ranks: &mut Ranks, options: &EngineOptions) -> Result<EngineOptions
         max_step_tokens: max_step_tokens as usize,
         adapter_slots: adapter_slots as usize,
         adapter_memory: (limited == 1).then_some(memory),
+        count_routing,
     })
 }
 

@@ -18,8 +18,8 @@ pub static LOCALISE_COPIES: Kernel = Kernel { stem: "localise_copies", reads: 3,
 const LANES: u32 = 256;
 /// Words of the list of copied experts that are kept in workgroup memory.
 const LISTED: u32 = 1024;
-/// In the place of a holder: the expert has several.
-const COPIED: u32 = u32::MAX;
+/// Added to a copied expert's place in the list, where others have their holder.
+const COPIED: u32 = 1 << 31;
 
 params! {
     /// Sizes of one localisation.
@@ -100,8 +100,8 @@ pub struct Owners {
 /// The holders of every expert, where some have several.
 #[derive(Debug, Clone)]
 struct Copies {
-    /// u32: the holder of each expert, or [`COPIED`]; then for each copied one its id, the number of its holders and these;
-    /// then the ids of those that are held here.
+    /// u32: the holder of each expert, or [`COPIED`] and its place in the list; then the list: for each copied one its id, the
+    /// number of its holders and these; then the ids of those that are held here.
     holders: View,
     ranks: usize,
     rank: usize,
@@ -130,10 +130,11 @@ impl Owners {
         let copies = if held.is_empty() {
             None
         } else {
-            let holder = |e: usize| if let [only] = placement.holders(e) { *only as u32 } else { COPIED };
-            let mut words: Vec<u32> = (0..experts).map(holder).collect();
+            let mut words: Vec<u32> =
+                (0..experts).map(|e| placement.holders(e).first().map_or(0, |rank| *rank as u32)).collect();
             for e in copied {
                 let holders = placement.holders(e);
+                words[e] = COPIED + (words.len() - experts) as u32;
                 words.extend([e as u32, holders.len() as u32]);
                 words.extend(holders.iter().map(|rank| *rank as u32));
             }

@@ -6,6 +6,7 @@ use crate::checkpoint::MlpKind;
 use crate::error::Result;
 use crate::kernels::activation::{Activate, Hidden};
 use crate::kernels::attention::Attention;
+use crate::kernels::count::Count;
 use crate::kernels::embed::Embed;
 use crate::kernels::expert_gemm::{ExpertGemm, Rows, Weights};
 use crate::kernels::lora::LoraSite;
@@ -41,6 +42,8 @@ pub struct StepTensors<'a> {
     pub lora_embedding: bool,
     /// The adapters of the rows whose logits are wanted, by those rows; `None` when none of them changes the LM head.
     pub lora_head: Option<LoraBatch>,
+    /// u32 `[layers, E]`: choices of experts are added to it; `None`: nobody asked.
+    pub routing_counts: Option<&'a View>,
     /// Cached positions that all rows together attend to.
     pub attended: u64,
 }
@@ -237,11 +240,14 @@ impl LayerStep<'_> {
         match &w.mlp {
             Mlp::Experts(moe) => {
                 let lora = t.lora.as_ref().map(|batch| (batch, sites, factors));
-                moe.record(
-                    rec,
-                    pass,
-                    &MoeTensors { tokens: t.rows, x: &x, out: hidden, accumulate: residual, status: t.status, lora },
-                )
+                let tensors =
+                    MoeTensors { tokens: t.rows, x: &x, out: hidden, accumulate: residual, status: t.status, lora };
+                let routed = moe.route(rec, pass, &tensors)?;
+                if let Some(counts) = t.routing_counts {
+                    let (valid_pairs, experts, topk_ids) = (t.rows * c.moe.top_k, c.moe.experts, &routed.topk_ids);
+                    Count { valid_pairs, experts, layer, topk_ids, counts }.record(rec, pass)?;
+                }
+                moe.experts(rec, pass, &tensors, &routed)
             }
             Mlp::Dense { gate_up, down } => {
                 let f = c.dense_width;

@@ -8,9 +8,11 @@ use crate::placement::Placement;
 /// `ids`: `[P]` with P = T·A, result `[P]`. A negative id keeps its bits, an id >= E becomes -1. Pairs of rows from `rows_valid`
 /// on (p / A >= `rows_valid`) become -1 after the look-up, whatever their id, and count nowhere.
 ///
-/// The load of a rank is the number of its pairs. Experts with one copy come first; then, in the order of their ids, those
-/// with several: each of their pairs goes to the holder with the least load, the lowest of those. So many pairs each holder
-/// takes, the first holder the first of them in the order of pairs, the second the next, and so on.
+/// The load of a rank is the number of its pairs. At first the holders of an expert, ascending, have equal shares of its
+/// pairs, the first ones one more where they do not divide. Then, in the order of ids, each expert with several holders is
+/// shared out anew: each of its pairs goes to the holder with the least load, the lowest of those. So many pairs each holder
+/// takes, the first holder the first of them in the order of pairs, the second the next, and so on. The most loaded rank of
+/// all never has more than with equal shares.
 pub fn localise(ids: &[i32], placement: &Placement, rows_valid: usize, top_k: usize) -> Vec<i32> {
     let experts = placement.experts();
     let mut counts = vec![0usize; experts];
@@ -21,9 +23,13 @@ pub fn localise(ids: &[i32], placement: &Placement, rows_valid: usize, top_k: us
     }
 
     let mut loads = vec![0usize; placement.ranks()];
+    let share = |e: usize, i: usize| {
+        let copies = placement.holders(e).len();
+        counts[e] / copies + usize::from(i < counts[e] % copies)
+    };
     for e in 0..experts {
-        if let &[only] = placement.holders(e) {
-            loads[only] += counts[e];
+        for (i, holder) in placement.holders(e).iter().enumerate() {
+            loads[*holder] += share(e, i);
         }
     }
     // Which pairs of each expert are this rank's.
@@ -31,6 +37,9 @@ pub fn localise(ids: &[i32], placement: &Placement, rows_valid: usize, top_k: us
     let mut ends = counts.clone();
     for e in placement.copied() {
         let holders = placement.holders(e);
+        for i in 0..holders.len() {
+            loads[holders[i]] -= share(e, i);
+        }
         let mut quotas = vec![0usize; holders.len()];
         for _ in 0..counts[e] {
             let mut least = 0;

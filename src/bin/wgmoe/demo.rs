@@ -87,6 +87,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         model: options.dir.join("base"),
         loras,
         adapter_memory: None,
+        trace_routing: None,
         ranks: options.ranks.clone(),
         #[cfg(feature = "mpi")]
         mpi: false,

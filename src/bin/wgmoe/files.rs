@@ -17,6 +17,7 @@ use wgmoe::text::{ChatTemplate, Tokenizer};
 use crate::ranks::places;
 use crate::ranks::{RankOptions, Share, World};
 use crate::requests::Prompt;
+use crate::target::Target;
 use crate::{Device, size, usage};
 
 /// What to run.
@@ -32,6 +33,9 @@ pub struct ModelFiles {
     /// Device memory for adapters, such as 512MiB: more of them take turns [default: as much as they need]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub adapter_memory: Option<u64>,
+    /// Record how often each expert of each layer is chosen, as JSON for `wgmoe placement`
+    #[arg(long, value_name = "FILE")]
+    pub trace_routing: Option<PathBuf>,
     #[command(flatten)]
     pub ranks: RankOptions,
     /// Ranks are the processes that mpirun started: rank 0 reads and writes, the others follow
@@ -111,13 +115,14 @@ impl ModelFiles {
                 return Err(usage(format!("--lora: the name `{name}` is given twice")));
             }
         }
+        let trace = self.trace_routing.as_deref().map(|path| Target::reserve("--trace-routing", path)).transpose()?;
         let checkpoint = Checkpoint::open(&self.model)?;
         let share = self.share(world);
         let owned = RankShare::new(checkpoint.config(), &share.options.rule()?, share.options.topology(0)?)?;
         let tokenizer = Tokenizer::open(&self.model)?;
         let adapters = share.adapters(checkpoint.config(), &owned)?;
         let template = OnceCell::new();
-        Ok(Files { checkpoint, tokenizer, template, adapters, adapter_memory: self.adapter_memory, share })
+        Ok(Files { checkpoint, tokenizer, template, adapters, adapter_memory: self.adapter_memory, trace, share })
     }
 }
 
@@ -128,6 +133,8 @@ pub struct Files {
     template: OnceCell<ChatTemplate>,
     pub adapters: Vec<(String, Adapter)>,
     pub adapter_memory: Option<u64>,
+    /// Where the choices of experts go.
+    pub trace: Option<Target>,
     pub share: Share,
 }
 

@@ -7,12 +7,14 @@ mod files;
 mod inspect;
 mod logits;
 mod perplexity;
+mod placement;
 mod ranks;
 mod requests;
 mod run;
 mod score;
 mod session;
 mod table;
+mod target;
 
 use std::process::ExitCode;
 
@@ -53,6 +55,7 @@ enum Command {
     Run(run::Options),
     Score(score::Options),
     Perplexity(perplexity::Options),
+    Placement(placement::Options),
     Demo(demo::Options),
     Bench(bench::Options),
 }
@@ -159,6 +162,7 @@ fn main() -> ExitCode {
         Command::Run(options) => run::run(&options),
         Command::Score(options) => score::run(&options),
         Command::Perplexity(options) => perplexity::run(&options),
+        Command::Placement(options) => placement::run(&options),
         Command::Demo(options) => demo::run(&options),
         Command::Bench(options) => bench::run(&options),
     };

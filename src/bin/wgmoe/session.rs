@@ -14,6 +14,7 @@ use wgmoe::placement::Topology;
 use crate::Device;
 use crate::files::Files;
 use crate::ranks::{Others, World};
+use crate::target::Target;
 
 /// Sequences that decode together; more requests wait their turn.
 const MAX_SEQUENCES: usize = 128;
@@ -52,6 +53,7 @@ impl Files {
             max_context: jobs.iter().map(|job| job.ids.len() + job.max_tokens).max().unwrap_or(1),
             adapter_slots: self.adapters.len().max(1),
             adapter_memory: self.adapter_memory,
+            count_routing: self.trace.is_some(),
             ..EngineOptions::default()
         };
         let topology = model.topology();
@@ -59,8 +61,9 @@ impl Files {
             None => Engine::new(&gpu, model, options)?,
             Some(line) => Engine::with_ranks(&gpu, model, options, line)?,
         };
+        let trace = self.trace.as_ref();
         let mut session =
-            Session { gpu, engine: Some(engine), others, topology, adapters: HashMap::new(), bytes_loaded };
+            Session { gpu, engine: Some(engine), others, topology, adapters: HashMap::new(), trace, bytes_loaded };
         for (name, adapter) in &self.adapters {
             let id = session.engine()?.load_adapter(name, adapter).with_context(|| format!("adapter `{name}`"))?;
             session.adapters.insert(name.as_str(), id);
@@ -129,6 +132,7 @@ pub struct Session<'a> {
     others: Others,
     topology: Topology,
     adapters: HashMap<&'a str, AdapterId>,
+    trace: Option<&'a Target>,
     /// Bytes of weights and adapter factors that were read.
     pub bytes_loaded: u64,
 }
@@ -190,7 +194,7 @@ impl Session<'_> {
         }
     }
 
-    /// Checks all jobs, submits all, and steps the engine until it is idle.
+    /// Checks all jobs, submits all, steps the engine until it is idle, and writes what it counted.
     fn drive(
         &mut self,
         jobs: &[Job],
@@ -198,6 +202,7 @@ impl Session<'_> {
         mut on_event: impl FnMut(usize, Event) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
         let requests: Vec<_> = jobs.iter().map(|job| self.request(job, logits)).collect();
+        let trace = self.trace;
         let engine = self.engine()?;
         for (job, request) in jobs.iter().zip(&requests) {
             engine.check(request).map_err(|error| error.within(&job.place))?;
@@ -229,10 +234,13 @@ impl Session<'_> {
                 }
             }
         }
-        match running.values().min() {
-            Some(job) => anyhow::bail!("{}: the engine stopped before the answer was complete", jobs[*job].place),
-            None => Ok(()),
+        if let Some(job) = running.values().min() {
+            anyhow::bail!("{}: the engine stopped before the answer was complete", jobs[*job].place);
         }
+        if let (Some(target), Some(counts)) = (trace, engine.routing_counts()?) {
+            target.write(&counts.to_json())?;
+        }
+        Ok(())
     }
 
     fn request(&self, job: &Job, logits: bool) -> Request {
