@@ -100,6 +100,10 @@ fn help_teaches_every_command_with_an_example() {
         }
         assert!(wgmoe(&["--help"]).stdout.contains(command));
     }
+    let placement = wgmoe(&["placement", "--help"]).stdout;
+    for word in ["wgmoe placement --from-trace", "--ep <N>", "--copies <N>", "--out <FILE>", "--format"] {
+        assert!(placement.contains(word), "no `{word}` in\n{placement}");
+    }
     assert!(wgmoe(&["--version"]).stdout.starts_with("wgmoe "));
 }
 
@@ -350,6 +354,93 @@ fn a_folder_without_tokenizer_works_with_ids() {
     let prompts = file("{\"ids\": [78, 74, 200]}");
     let lines = wgmoe(&["run", "--model", model, "--prompts", name(prompts.path()), "--format", "json"]).json_lines();
     assert_eq!((&lines[0]["text"], &lines[0]["ids"]), (&json!(null), &json!([78, 74, 0])));
+}
+
+/// Tokens and counts by layer of a trace, whose rows must add up.
+fn trace(path: &Path) -> (u64, Vec<Vec<u64>>) {
+    let trace: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let keys: Vec<_> = trace.as_object().unwrap().keys().collect();
+    assert_eq!(keys, ["model_type", "experts", "top_k", "tokens", "layers"]);
+    assert_eq!(
+        (&trace["model_type"], &trace["experts"], &trace["top_k"]),
+        (&json!("qwen3_moe"), &json!(16), &json!(4))
+    );
+    let tokens = trace["tokens"].as_u64().unwrap();
+    let layers: Vec<Vec<u64>> = serde_json::from_value(trace["layers"].clone()).unwrap();
+    assert!(layers.len() == 4 && layers.iter().all(|layer| layer.len() == 16), "{layers:?}");
+    assert!(layers.iter().all(|layer| layer.iter().sum::<u64>() == 4 * tokens), "{tokens} {layers:?}");
+    (tokens, layers)
+}
+
+#[test]
+fn recorded_routing_becomes_a_placement_that_gives_the_same_answers() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let (recorded, table, of_ranks) = (path("trace.json"), path("table.json"), path("ranks.json"));
+    let prompts = file(concat!(
+        "{\"prompt\": \"mixture of experts\\n\"}\n",
+        "{\"adapter\": \"shout\", \"prompt\": \"hello world\\n\"}\n",
+        "{\"adapter\": \"shout\", \"prompt\": \"minus one\\n\", \"max_tokens\": 4}\n",
+    ));
+    let (shout, base) = (lora("shout"), base());
+    let run = |more: &[&str]| {
+        let args = ["run", "--model", &base, "--lora", &shout, "--prompts", name(prompts.path()), "--format", "json"];
+        wgmoe(&[&args[..], more].concat()).json_lines()
+    };
+    std::fs::write(&recorded, "what was there before").unwrap();
+    let alone = run(&["--trace-routing", &recorded]);
+    let (tokens, layers) = trace(Path::new(&recorded));
+    // Every prompt, and every answer but its last token; a step more may have been begun before a stop token was seen.
+    let fed = |line: &Value| line["prompt_ids"].as_array().unwrap().len() + line["ids"].as_array().unwrap().len() - 1;
+    let fed = alone.iter().map(fed).sum::<usize>() as u64;
+    assert!((fed..=fed + 3).contains(&tokens), "{tokens} {fed}");
+
+    let propose = ["placement", "--from-trace", &recorded, "--ep", "2", "--copies", "4"];
+    let answer = wgmoe(&[&propose[..], &["--out", &table, "--format", "json"]].concat()).json_lines().remove(0);
+    assert_eq!((&answer["experts"], &answer["groups"], &answer["tokens"]), (&json!(16), &json!(2), &json!(tokens)));
+    assert!(answer["copies"].as_u64() <= Some(4) && answer["experts_per_group"].as_u64() <= Some(10), "{answer}");
+    let written: Value = serde_json::from_slice(&std::fs::read(&table).unwrap()).unwrap();
+    assert_eq!(written, answer["owners"]);
+    let balance = |rule: &str| answer["balance"][rule]["all"].as_f64().unwrap();
+    assert!(balance("proposed") < balance("linear") && balance("proposed") >= 1.0, "{answer}");
+    assert_eq!(answer["balance"]["proposed"]["layers"].as_array().unwrap().len(), layers.len());
+    let text = wgmoe(&propose).stdout;
+    for word in ["16 experts and", "on 2 groups", "slowest / mean", "round-robin", "layer 3", "all layers"] {
+        assert!(text.contains(word), "no `{word}` in\n{text}");
+    }
+
+    assert_eq!(run(&["--ep", "2", "--placement", &table, "--trace-routing", &of_ranks]), alone);
+    trace(Path::new(&of_ranks));
+    let mut files: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|f| f.unwrap().file_name()).collect();
+    files.sort();
+    assert_eq!(files, ["ranks.json", "table.json", "trace.json"]);
+
+    let requests = file("{\"ids\": [73, 74, 200, 73, 74]}\n{\"ids\": [73]}\n");
+    let score = ["score", "--model", &base, "--requests", name(requests.path()), "--trace-routing", &recorded];
+    assert_eq!(wgmoe(&score).json_lines().len(), 2);
+    assert_eq!(trace(Path::new(&recorded)).0, 6);
+}
+
+#[test]
+fn traces_and_tables_are_refused_before_work_starts() {
+    let dir = tempfile::tempdir().unwrap();
+    // The model is not there either, but that is not what is said.
+    for path in ["/nonexistent/trace.json", name(dir.path()), ".."] {
+        let args = ["run", "--model", "/nonexistent/model", "--prompt", "a", "--trace-routing", path];
+        refused(&args, 2, &["--trace-routing", path]);
+    }
+    let good = file(r#"{"model_type": "x", "experts": 2, "top_k": 1, "tokens": 9, "layers": [[4, 5]]}"#);
+    let propose = |trace: &str, more: &[&str], code: i32, words: &[&str]| {
+        refused(&[&["placement", "--from-trace", trace], more].concat(), code, words);
+    };
+    let good = name(good.path());
+    propose(good, &["--ep", "0"], 2, &["--ep"]);
+    propose(good, &["--ep", "2", "--copies", "3"], 2, &["--copies", "at most 2"]);
+    propose(good, &["--ep", "2", "--out", "/nonexistent/table.json"], 2, &["--out", "/nonexistent"]);
+    propose(good, &[], 2, &["--ep"]);
+    propose("/nonexistent/trace.json", &["--ep", "2"], 1, &["/nonexistent/trace.json"]);
+    let broken = file(r#"{"model_type": "x", "experts": 2, "top_k": 1, "tokens": 9, "layers": [[4, 5, 6]]}"#);
+    propose(name(broken.path()), &["--ep", "2"], 1, &[name(broken.path()), "layers[0]"]);
 }
 
 #[test]

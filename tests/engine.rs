@@ -250,6 +250,33 @@ fn a_name_taken_by_another_adapter_leaves_running_sequences_alone() {
 }
 
 #[test]
+fn choices_of_experts_are_counted_when_asked_and_nothing_is_lost_between_readings() {
+    for gpu in device::every_tier().into_iter().take(1) {
+        let options = EngineOptions { max_step_tokens: 7, max_sequences: 2, ..EngineOptions::default() };
+        let mut silent = engine(&gpu, options.clone());
+        assert_eq!(silent.routing_counts().unwrap(), None);
+        let mut engine = engine(&gpu, EngineOptions { count_routing: true, ..options });
+        let top_k = engine.config().moe.top_k as u64;
+        let mut tokens = 0;
+        for n in 1..=3 {
+            let prompt = greedy(&engine, None, "quick brown fox");
+            // The last token of an answer goes through no layer.
+            tokens += n * (prompt.prompt.len() as u64 + 3);
+            for _ in 0..n {
+                engine.submit(Request { max_tokens: 4, stop_ids: Vec::new(), ..prompt.clone() }).unwrap();
+            }
+            drain(&mut engine, &mut Outcome::default());
+            let counts = engine.routing_counts().unwrap().unwrap();
+            assert_eq!(engine.routing_counts().unwrap(), Some(counts.clone()));
+            assert_eq!((counts.tokens, counts.layers.len()), (tokens, 4));
+            assert!(counts.layers.iter().all(|layer| layer.iter().sum::<u64>() == tokens * top_k), "{counts:?}");
+            // No token takes an expert twice.
+            assert!(counts.layers.iter().flatten().all(|n| *n <= tokens), "{counts:?}");
+        }
+    }
+}
+
+#[test]
 fn a_full_cache_makes_sequences_wait_and_a_full_context_ends_them() {
     for gpu in device::every_tier().into_iter().take(1) {
         // Room for two sequences of two blocks, although eight may run.
