@@ -79,7 +79,9 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     let mut stdout = std::io::stdout().lock();
     if options.format == Format::Json {
         let balance = |shared: &Shared| {
-            let layers: Vec<_> = shared.loads.iter().map(|layer| of_layer(layer)).collect();
+            // Nothing for a layer without experts.
+            let of_layer = |l: usize| (!shared.loads[l].is_empty()).then(|| balance::imbalance(&shared.loads[l..=l]));
+            let layers: Vec<_> = (0..shared.loads.len()).map(of_layer).collect();
             (shared.name.to_owned(), json!({ "layers": layers, "all": balance::imbalance(&shared.loads) }))
         };
         let balance: serde_json::Map<_, _> = shared.iter().map(balance).collect();
@@ -113,11 +115,6 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         eprintln!("wrote {}", out.display());
     }
     Ok(())
-}
-
-/// Slowest over mean; `None` for a layer without experts.
-fn of_layer(loads: &Vec<u64>) -> Option<f64> {
-    (!loads.is_empty()).then(|| balance::imbalance(std::slice::from_ref(loads)))
 }
 
 fn owners(placement: Placement) -> Vec<Vec<usize>> {
