@@ -8,8 +8,8 @@ struct StreamParams {
 }
 
 @group(0) @binding(0) var<uniform> params: StreamParams;
-@group(0) @binding(1) var<storage, read> from: array<vec4<u32>>; // [quads]
-@group(0) @binding(2) var<storage, read_write> to: array<vec4<u32>>; // [quads]
+@group(0) @binding(1) var<storage, read> source: array<vec4<u32>>; // [quads]
+@group(0) @binding(2) var<storage, read_write> copy: array<vec4<u32>>; // [quads]
 
 {% include "shared/rows.wgsl" %}
 
@@ -17,6 +17,6 @@ struct StreamParams {
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
     let at = folded(workgroup) * 256u + lane;
     if (at < params.quads) {
-        to[at] = from[at];
+        copy[at] = source[at];
     }
 }

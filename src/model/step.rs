@@ -245,7 +245,7 @@ impl LayerStep<'_> {
                 let routed = moe.route(rec, pass, &tensors)?;
                 if let Some(counts) = t.routing_counts {
                     let (valid_pairs, experts, topk_ids) = (t.rows * c.moe.top_k, c.moe.experts, &routed.topk_ids);
-                    Count { valid_pairs, experts, layer, topk_ids, counts }.record(rec, pass)?;
+                    Count { valid_pairs, experts, layer: self.layer, topk_ids, counts }.record(rec, pass)?;
                 }
                 moe.experts(rec, pass, &tensors, &routed)
             }
