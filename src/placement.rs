@@ -1,12 +1,14 @@
 //! Which rank holds which expert, and under which local number, and which heads: the only place that knows.
 
 pub mod balance;
+mod copies;
 mod counts;
 mod heads;
 mod rule;
 mod share;
 mod topology;
 
+pub use copies::Copies;
 pub use counts::RoutingCounts;
 pub use heads::{HeadShare, Heads};
 pub use rule::PlacementRule;

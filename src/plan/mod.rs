@@ -2,6 +2,7 @@
 
 pub mod capabilities;
 pub mod classes;
+pub mod exchange;
 pub mod matrix;
 pub mod memory;
 pub mod pieces;
