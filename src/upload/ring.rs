@@ -2,8 +2,7 @@
 //! time, and its pages would be touched for the first time each time.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use super::stream::CHUNK_BYTES;
 use crate::error::{Error, ErrorKind, Result};
@@ -16,8 +15,8 @@ const BUFFERS: usize = 6;
 pub(super) struct Ring {
     gpu: Gpu,
     made: usize,
-    /// On their way, oldest first: the submission that reads a buffer, and whether it is mapped again.
-    in_flight: VecDeque<(wgpu::Buffer, wgpu::SubmissionIndex, Arc<AtomicBool>)>,
+    /// On their way, oldest first: the submission that reads a buffer, and whether it could be mapped again, once that is known.
+    in_flight: VecDeque<(wgpu::Buffer, wgpu::SubmissionIndex, Arc<OnceLock<bool>>)>,
 }
 
 impl Ring {
@@ -43,9 +42,12 @@ impl Ring {
             self.gpu.device().create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("upload") });
         encoder.copy_buffer_to_buffer(&staging, 0, to, offset, n_bytes);
         let submission = self.gpu.queue().submit([encoder.finish()]);
-        let mapped = Arc::new(AtomicBool::new(false));
+        let mapped = Arc::new(OnceLock::new());
         let done = mapped.clone();
-        staging.map_async(wgpu::MapMode::Write, .., move |result| done.store(result.is_ok(), Ordering::Release));
+        staging.map_async(wgpu::MapMode::Write, .., move |result| {
+            // Called once.
+            let _ = done.set(result.is_ok());
+        });
         self.in_flight.push_back((staging, submission, mapped));
         Ok(())
     }
@@ -74,10 +76,17 @@ impl Ring {
         }
         let lost = || Error::new(ErrorKind::Device, "uploading weights: the device gave a staging buffer not back");
         let (buffer, submission, mapped) = self.in_flight.pop_front().ok_or_else(lost)?;
-        if !mapped.load(Ordering::Acquire) {
-            self.wait(Some(submission))?;
+        loop {
+            match mapped.get() {
+                Some(true) => return Ok(buffer),
+                Some(false) => return Err(lost()),
+                // Another thread that uses the device may have taken the callback and not called it yet, so once is not enough.
+                None => {
+                    self.gpu.check()?;
+                    self.wait(Some(submission.clone()))?;
+                }
+            }
         }
-        if mapped.load(Ordering::Acquire) { Ok(buffer) } else { Err(lost()) }
     }
 
     fn wait(&self, submission_index: Option<wgpu::SubmissionIndex>) -> Result<()> {
