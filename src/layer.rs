@@ -7,6 +7,7 @@ mod batch;
 mod experts;
 
 pub use batch::LoraBatch;
+pub(crate) use batch::distinct;
 
 use crate::activation::Activation;
 use crate::adapter::sites::LayerSites;
@@ -61,8 +62,10 @@ pub struct MoeTensors<'a> {
 /// What the router chose for each token.
 #[derive(Debug, Clone)]
 pub struct Routed {
-    /// i32 `[T, A]`, global experts, -1 for no choice.
+    /// i32 `[T, A]`, experts, -1 for no choice.
     pub topk_ids: View,
+    /// The ids are this rank's own numbers; otherwise global ones, of which a copy elsewhere may have its turn.
+    pub local: bool,
     /// f32 `[T, A]`.
     pub topk_weights: View,
 }
@@ -117,6 +120,6 @@ impl MoeLayer {
             status: t.status,
         }
         .record(rec, pass)?;
-        Ok(Routed { topk_ids, topk_weights })
+        Ok(Routed { topk_ids, local: false, topk_weights })
     }
 }

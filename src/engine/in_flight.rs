@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use crate::engine::results::Results;
+use crate::engine::runner::{Readback, Runner};
 use crate::engine::{Engine, Event, FinishReason, SequenceId};
 use crate::error::{Error, ErrorKind, Result};
 use crate::router::{STATUS_ID, STATUS_NON_FINITE, STATUS_SLOT};
@@ -21,13 +23,10 @@ const PENDING: u8 = 0;
 const READY: u8 = 1;
 const LOST: u8 = 2;
 
-/// A submitted step.
+/// A step that was begun.
 pub(crate) struct InFlight {
-    pub submission: wgpu::SubmissionIndex,
-    /// Status word, sampled ids, then from `logit_base` the wanted logits; `bytes` in all.
-    pub staging: wgpu::Buffer,
-    pub bytes: u64,
-    pub logit_base: usize,
+    pub arrival: Arrival,
+    pub results: Results,
     /// Whose tokens were sampled, in order.
     pub picked: Vec<SequenceId>,
     /// Whose prompt ends here without a token.
@@ -35,21 +34,74 @@ pub(crate) struct InFlight {
     pub logits: Vec<LogitRows>,
     /// Every sequence with a row in the step.
     pub members: Vec<SequenceId>,
-    pub mapped: Mapped,
+}
+
+/// Where a step's [`Results`] are.
+pub(crate) enum Arrival {
+    OnDevice(Readback, Mapped),
+    /// Collected from all ranks.
+    Here(Vec<u8>),
 }
 
 /// Whether a buffer's mapping is pending, ready or lost.
 pub(crate) struct Mapped(Arc<AtomicU8>);
 
 impl Mapped {
-    /// Asks for the first `bytes` of `staging`.
-    pub fn request(staging: &wgpu::Buffer, bytes: u64) -> Self {
+    /// Asks for the results of a step.
+    pub fn request(readback: &Readback) -> Self {
         let state = Arc::new(AtomicU8::new(PENDING));
         let flag = state.clone();
-        staging.map_async(wgpu::MapMode::Read, 0..bytes.next_multiple_of(8), move |result| {
+        readback.staging.map_async(wgpu::MapMode::Read, 0..readback.mapped_bytes(), move |result| {
             flag.store(if result.is_ok() { READY } else { LOST }, Ordering::Release);
         });
         Self(state)
+    }
+}
+
+impl Readback {
+    fn mapped_bytes(&self) -> u64 {
+        self.results.bytes().next_multiple_of(8) as u64
+    }
+}
+
+impl Runner {
+    /// Waits until the device has finished a step.
+    fn wait(&self, readback: &Readback) -> Result<()> {
+        let wait = wgpu::PollType::Wait { submission_index: Some(readback.submission.clone()), timeout: None };
+        self.gpu.device().poll(wait).map_err(|e| Error::new(ErrorKind::Device, format!("device: {e}")))?;
+        Ok(())
+    }
+
+    /// The results of a step that have been mapped.
+    fn take(&mut self, readback: Readback) -> Result<Vec<u8>> {
+        let data = {
+            let view = readback
+                .staging
+                .get_mapped_range(0..readback.mapped_bytes())
+                .map_err(|e| Error::new(ErrorKind::Device, format!("device: {e}")))?;
+            view[..readback.results.bytes()].to_vec()
+        };
+        readback.staging.unmap();
+        self.recycle(readback.staging);
+        Ok(data)
+    }
+
+    /// Waits for the results of a step.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Device`] when the device was lost.
+    pub fn results(&mut self, readback: Readback) -> Result<Vec<u8>> {
+        let mapped = Mapped::request(&readback);
+        self.wait(&readback)?;
+        // Another thread that uses the device may be the one that hears of it.
+        while mapped.0.load(Ordering::Acquire) == PENDING {
+            self.gpu.check()?;
+            self.gpu
+                .device()
+                .poll(wgpu::PollType::Poll)
+                .map_err(|e| Error::new(ErrorKind::Device, format!("device: {e}")))?;
+        }
+        self.take(readback)
     }
 }
 
@@ -73,36 +125,32 @@ impl Engine {
     /// As [`Engine::poll`].
     pub fn wait(&mut self) -> Result<Vec<Event>> {
         if self.events.is_empty()
-            && let Some(first) = self.in_flight.front()
+            && let Some(InFlight { arrival: Arrival::OnDevice(readback, _), .. }) = self.in_flight.front()
         {
-            let wait = wgpu::PollType::Wait { submission_index: Some(first.submission.clone()), timeout: None };
-            self.runner.gpu.device().poll(wait).map_err(|e| Error::new(ErrorKind::Device, format!("device: {e}")))?;
+            self.runner.wait(readback)?;
         }
         self.collect()
     }
 
     fn collect(&mut self) -> Result<Vec<Event>> {
-        while let Some(state) = self.in_flight.front().map(|s| s.mapped.0.load(Ordering::Acquire)) {
-            match state {
-                READY => {}
-                PENDING => {
-                    // What is on a lost device never arrives.
-                    self.runner.gpu.check()?;
-                    break;
+        while let Some(step) = self.in_flight.front() {
+            if let Arrival::OnDevice(_, mapped) = &step.arrival {
+                match mapped.0.load(Ordering::Acquire) {
+                    READY => {}
+                    PENDING => {
+                        // What is on a lost device never arrives.
+                        self.runner.gpu.check()?;
+                        break;
+                    }
+                    _ => return Err(Error::new(ErrorKind::Device, "device: lost while a step was running")),
                 }
-                _ => return Err(Error::new(ErrorKind::Device, "device: lost while a step was running")),
             }
-            if let Some(step) = self.in_flight.pop_front() {
-                let data = {
-                    let view = step
-                        .staging
-                        .get_mapped_range(0..step.bytes.next_multiple_of(8))
-                        .map_err(|e| Error::new(ErrorKind::Device, format!("device: {e}")))?;
-                    view.to_vec()
+            if let Some(mut step) = self.in_flight.pop_front() {
+                let data = match std::mem::replace(&mut step.arrival, Arrival::Here(Vec::new())) {
+                    Arrival::Here(data) => data,
+                    Arrival::OnDevice(readback, _) => self.runner.take(readback)?,
                 };
-                step.staging.unmap();
                 self.deliver(&step, &data);
-                self.readback.push(step.staging);
             }
         }
         Ok(std::mem::take(&mut self.events))
@@ -120,7 +168,7 @@ impl Engine {
             return;
         }
         let vocab = self.config().vocab;
-        let mut at = step.logit_base;
+        let mut at = step.results.logit_base();
         for l in &step.logits {
             let size = l.count * vocab * 4;
             if self.sequences.contains_key(&l.sequence) {

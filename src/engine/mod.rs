@@ -4,7 +4,8 @@
 //! Neither waits for the device. Sampled ids stay on the device and feed the next step, so two steps can be on the way; a stop id is
 //! therefore seen one step late, and the step already begun is discarded for that sequence.
 //!
-//! Over several ranks, rank 0 has the engine and tells its [`Worker`]s the rows of each step.
+//! Over several ranks, rank 0 has the engine and tells its [`Worker`]s the rows of each step. Where tokens are dispatched, each
+//! rank computes the rows of its own sequences, and what comes out of them goes to rank 0.
 
 mod request;
 mod sequence;
@@ -12,6 +13,9 @@ mod schedule;
 mod routing;
 mod runner;
 mod in_flight;
+mod message;
+mod places;
+mod results;
 mod worker;
 
 pub use crate::adapter::pool::AdapterId;
@@ -28,7 +32,9 @@ use crate::exchange::{self, Exchange, Ranks};
 use crate::gpu::Gpu;
 use crate::model::Model;
 use crate::placement::RoutingCounts;
+use crate::plan::exchange::ExchangeWay;
 use in_flight::InFlight;
+use places::Places;
 use runner::Runner;
 use sequence::Sequence;
 use worker::{check_adapter, tell};
@@ -46,11 +52,10 @@ pub struct Engine {
     names: HashMap<String, AdapterId>,
     /// Every sequence that has not ended, by id: also the order of service.
     sequences: BTreeMap<SequenceId, Sequence>,
-    free_rows: Vec<u32>,
+    places: Places,
     /// Cache blocks that the other ranks have not heard of.
     new_blocks: Vec<(u32, Vec<u32>)>,
     in_flight: VecDeque<InFlight>,
-    readback: Vec<wgpu::Buffer>,
     events: Vec<Event>,
     next_sequence: u64,
     next_adapter: u64,
@@ -74,21 +79,30 @@ impl Engine {
     }
 
     /// Rank 0 of several: it schedules, and its steps are run by all. The other ranks are
-    /// [`Worker`]s and take these options. [`Engine::begin_step`] then blocks while partial sums are exchanged, and
+    /// [`Worker`]s and take these options. [`Engine::begin_step`] then blocks while ranks exchange, and
     /// [`Engine::end`] must be called at the end. Blocks until all ranks are there.
     ///
     /// # Errors
-    /// As [`Engine::new`]; [`ErrorKind::Rank`] when ranks do not agree on model, placement or options.
+    /// As [`Engine::new`]; [`ErrorKind::Rank`] when ranks do not agree on model or placement, [`ErrorKind::Config`] when they cannot
+    /// exchange as `options` want it.
     pub fn with_ranks(gpu: &Gpu, model: Model, options: EngineOptions, line: Box<dyn Exchange>) -> Result<Self> {
         Self::on(gpu, model, options, Some(Ranks::new(line)))
     }
 
     fn on(gpu: &Gpu, model: Model, mut options: EngineOptions, mut ranks: Option<Ranks>) -> Result<Self> {
+        if options.count_routing {
+            // Where tokens are dispatched, no rank sees all choices.
+            options.exchange.get_or_insert(ExchangeWay::Sums);
+        }
         let runner = match (Runner::new(gpu, model, &mut options, ranks.as_mut()), &mut ranks) {
             (Err(e), Some(ranks)) => return Err(tell(ranks, e)),
             (runner, _) => runner?,
         };
-        let free_rows = (0..options.max_sequences as u32).rev().collect();
+        let homes = match runner.way {
+            ExchangeWay::Sums => 1,
+            ExchangeWay::Dispatch => runner.model.topology().world(),
+        };
+        let places = Places::new(options.max_sequences, runner.blocks, homes);
         Ok(Self {
             runner,
             ranks,
@@ -96,10 +110,9 @@ impl Engine {
             adapters: HashMap::new(),
             names: HashMap::new(),
             sequences: BTreeMap::new(),
-            free_rows,
+            places,
             new_blocks: Vec::new(),
             in_flight: VecDeque::new(),
-            readback: Vec::new(),
             events: Vec::new(),
             next_sequence: 1,
             next_adapter: 1,
@@ -265,8 +278,7 @@ impl Engine {
     fn remove(&mut self, id: SequenceId) {
         let Some(sequence) = self.sequences.remove(&id) else { return };
         if let Some(place) = sequence.place {
-            self.free_rows.push(place.row);
-            self.runner.cache.give(place.blocks);
+            self.places.give(place.row, place.blocks);
             if let Some(slot) = place.slot {
                 self.runner.pool.unpin(slot);
             }

@@ -3,6 +3,7 @@
 use crate::adapter::pool::AdapterId;
 use crate::checkpoint::ModelConfig;
 use crate::error::{Error, ErrorKind, Result};
+use crate::plan::exchange::ExchangeWay;
 
 /// Sizes of an engine. They are fitted to the model and the device: [`Engine::options`](crate::engine::Engine::options)
 /// tells what is in force.
@@ -25,6 +26,8 @@ pub struct EngineOptions {
     /// Count how often each expert of each layer is chosen, for [`Engine::routing_counts`](crate::Engine::routing_counts): one
     /// small dispatch a layer.
     pub count_routing: bool,
+    /// How several ranks exchange; `None`: as [`way`](crate::plan::exchange::way) says. One rank alone exchanges nothing.
+    pub exchange: Option<ExchangeWay>,
 }
 
 impl Default for EngineOptions {
@@ -36,6 +39,7 @@ impl Default for EngineOptions {
             adapter_slots: 8,
             adapter_memory: None,
             count_routing: false,
+            exchange: None,
         }
     }
 }

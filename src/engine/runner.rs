@@ -5,41 +5,48 @@ use crate::adapter::{Adapter, Site};
 use crate::checkpoint::MlpKind;
 use crate::engine::EngineOptions;
 use crate::engine::routing::RoutingCounter;
+use crate::engine::message::StepMessage;
+use crate::engine::results::Results;
 use crate::error::{Error, ErrorKind, Result};
-use crate::exchange::{self, Ranks};
+use crate::exchange::{self, Dispatch, Ranks};
 use crate::gpu::Gpu;
 use crate::kernels::rope::{AttentionShape, rotary_table};
+use crate::kernels::sample::Sample;
 use crate::kernels::{Recording, View};
-use crate::layer::LoraBatch;
+use crate::layer::{LoraBatch, distinct};
 use crate::model::cache::BLOCK_SIZE;
-use crate::model::{Commands, KvCache, Model, StepTensors};
+use crate::model::{Commands, KvCache, Model, StepDispatch, StepTensors};
+use crate::placement::Copies;
+use crate::plan::exchange::{ExchangeWay, can_dispatch, way};
 use crate::plan::memory::{EngineSizes, engine_sizes};
 
 /// One rank's model and everything that a step works on.
 pub(crate) struct Runner {
     pub gpu: Gpu,
     pub model: Model,
-    pub attention: AttentionShape,
-    pub cache: KvCache,
     pub pool: AdapterPool,
-    pub rec: Recording,
-    pub last_ids: View,
-    pub status: View,
+    /// Whether this rank has every row of a step, or those of its own sequences.
+    pub way: ExchangeWay,
     pub max_logit_rows: usize,
     /// Where choices are counted; each rank counts for the rows that it routes.
     pub counter: Option<RoutingCounter>,
+    /// Cache blocks on each rank.
+    pub blocks: usize,
+    attention: AttentionShape,
+    cache: KvCache,
+    rec: Recording,
+    last_ids: View,
+    status: View,
     rotary: View,
     block_table: View,
+    readback: Vec<wgpu::Buffer>,
 }
 
-/// The rows of one step, the same on every rank but for the slots.
-pub(crate) struct Rows<'a> {
-    /// Token or -1, position, sequence row, slot.
-    pub rows: &'a [[i32; 4]],
-    /// Slot of each row, -1 for none.
-    pub mapping: &'a [i32],
-    /// Rows whose logits are computed.
-    pub gather: &'a [u32],
+/// The results of a submitted step, on their way to a buffer that can be mapped.
+pub(crate) struct Readback {
+    pub submission: wgpu::SubmissionIndex,
+    pub staging: wgpu::Buffer,
+    pub results: Results,
 }
 
 impl Runner {
@@ -54,10 +61,22 @@ impl Runner {
         let limit = gpu.capabilities().max_binding_bytes;
         let EngineOptions { max_sequences, max_context, max_step_tokens, .. } = *options;
         let heads = &model.share.heads;
-        let mut sizes = engine_sizes(config, heads, limit, max_sequences, max_context, max_step_tokens, BLOCK_SIZE);
+        let sizes_for =
+            |sequences| engine_sizes(config, heads, limit, sequences, max_context, max_step_tokens, BLOCK_SIZE);
+        let mut sizes = sizes_for(max_sequences);
+        let way = match &mut ranks {
+            Some(ranks) => exchange_way(&model, options.exchange, sizes.sequences, ranks)?,
+            None => ExchangeWay::Sums,
+        };
+        if way == ExchangeWay::Dispatch {
+            // The cache holds this rank's sequences alone.
+            let own = sizes_for(sizes.sequences.div_ceil(model.topology().world()));
+            sizes = EngineSizes { blocks: own.blocks, max_context: own.max_context, ..sizes };
+        }
         if let Some(ranks) = ranks {
             sizes = smallest(ranks, sizes)?;
         }
+        options.exchange = Some(way);
         options.max_sequences = sizes.sequences;
         options.max_context = sizes.max_context;
         options.max_step_tokens = sizes.step_tokens;
@@ -92,16 +111,19 @@ impl Runner {
         Ok(Self {
             gpu: gpu.clone(),
             model,
+            pool,
+            way,
+            max_logit_rows: sizes.logit_rows,
+            blocks: sizes.blocks,
             attention,
             cache,
-            pool,
             rec: Recording::new(gpu),
             last_ids,
             status,
-            max_logit_rows: sizes.logit_rows,
             counter,
             rotary,
             block_table,
+            readback: Vec::new(),
         })
     }
 
@@ -122,59 +144,119 @@ impl Runner {
         Ok(slot)
     }
 
-    /// Records all layers, and the head for the rows whose logits are wanted: f32 `[gather, vocab]`.
-    pub fn layers(&mut self, commands: &mut Commands<'_>, rows: &Rows<'_>) -> Result<Option<View>> {
-        if let Some(counter) = &mut self.counter {
-            counter.begin(&self.gpu, rows.rows.len())?;
+    /// Runs this rank's part of a step, with the slots of the step's adapters: records and submits. With several ranks it blocks
+    /// while they exchange.
+    pub fn step(&mut self, ranks: Option<&mut Ranks>, step: &StepMessage, slots: &[usize]) -> Result<Readback> {
+        self.rec.reset();
+        // What the device refuses must not look like a result: the step's buffers would hold those of an earlier one.
+        let scope = self.gpu.device().push_error_scope(wgpu::ErrorFilter::Validation);
+        let mut commands = Commands::new(&self.gpu, ranks);
+        let logits = self.layers(&mut commands, step, slots)?;
+        let results = Results::of(step, self.model.config().vocab);
+        let staging = self.read_back(&mut commands, step, results, logits.as_ref())?;
+        let submission = commands.submit(&mut self.rec)?;
+        match pollster::block_on(scope.pop()) {
+            Some(e) => Err(Error::new(ErrorKind::Device, format!("step refused: {e}"))),
+            None => Ok(Readback { submission, staging, results }),
         }
-        let row_table = self.upload("row table", bytemuck::cast_slice(rows.rows))?;
-        let gather = self.upload("logit rows", bytemuck::cast_slice(rows.gather))?;
-        let mapping = self.upload("token_lora_mapping", bytemuck::cast_slice(rows.mapping))?;
+    }
+
+    /// Takes back the buffer of results that have been read, or that nobody wants.
+    pub fn recycle(&mut self, staging: wgpu::Buffer) {
+        self.readback.push(staging);
+    }
+
+    /// Records all layers, and the head for the rows whose logits are wanted: f32 `[gather, vocab]`.
+    fn layers(&mut self, commands: &mut Commands<'_>, step: &StepMessage, slots: &[usize]) -> Result<Option<View>> {
+        if let Some(counter) = &mut self.counter {
+            counter.begin(&self.gpu, step.rows.len())?;
+        }
+        let slot_of = |place: i32| usize::try_from(place).ok().and_then(|i| slots.get(i)).map_or(-1, |s| *s as i32);
+        let rows: Vec<[i32; 4]> = step.rows.iter().map(|[t, p, r, a]| [*t, *p, *r, slot_of(*a)]).collect();
+        let slot_of_row: Vec<i32> = rows.iter().map(|row| row[3]).collect();
+        let row_table = self.upload("row table", bytemuck::cast_slice(&rows))?;
+        let gather = self.upload("logit rows", bytemuck::cast_slice(&step.gather))?;
+        let mapping = self.upload("token_lora_mapping", bytemuck::cast_slice(&slot_of_row))?;
         self.gpu.queue().write_buffer(&self.status.buffer, 0, &[0; 4]);
-        let slots = distinct(rows.mapping);
-        let lora_embedding = slots.iter().any(|s| self.pool.changes(*s, Site::Embedding));
-        let lora = self.lora(&slots, mapping);
-        let head_slots: Vec<i32> = rows.gather.iter().map(|row| rows.mapping[*row as usize]).collect();
-        let slots = distinct(&head_slots);
-        let lora_head = if slots.iter().any(|s| self.pool.changes(*s, Site::LmHead)) {
+        let lora_embedding = distinct(&slot_of_row).iter().any(|s| self.pool.changes(*s, Site::Embedding));
+        let lora = LoraBatch::of(&self.pool, &slot_of_row, mapping);
+        let head_slots: Vec<i32> = step.gather.iter().map(|row| slot_of_row[*row as usize]).collect();
+        let lora_head = if distinct(&head_slots).iter().any(|s| self.pool.changes(*s, Site::LmHead)) {
             let mapping = self.upload("logit slots", bytemuck::cast_slice(&head_slots))?;
-            self.lora(&slots, mapping)
+            LoraBatch::of(&self.pool, &head_slots, mapping)
         } else {
             None
         };
+        let id_of = |row: &[i32; 4]| usize::try_from(row[3]).ok().and_then(|i| step.adapters.get(i)).copied();
+        let adapters: Vec<u64> = step.rows.iter().map(|row| id_of(row).unwrap_or(0)).collect();
+        let known: Vec<(u64, usize)> = step.adapters.iter().copied().zip(slots.iter().copied()).collect();
+        let dispatch = match self.way {
+            ExchangeWay::Sums => None,
+            ExchangeWay::Dispatch => Some(StepDispatch {
+                adapters: &adapters,
+                slots: &known,
+                ones: self.upload("ones", bytemuck::cast_slice(&vec![1.0f32; rows.len()]))?,
+                zeros: self.upload("zeros", bytemuck::cast_slice(&vec![0i32; rows.len()]))?,
+            }),
+        };
         let tensors = StepTensors {
-            rows: rows.rows.len(),
+            rows: rows.len(),
             row_table: &row_table,
             last_ids: &self.last_ids,
             blocks: &self.block_table,
             rotary: &self.rotary,
             attention: self.attention,
             logit_gather: &gather,
-            logit_rows: rows.gather.len(),
+            logit_rows: step.gather.len(),
             status: &self.status,
             lora,
             lora_embedding,
             lora_head,
             routing_counts: self.counter.as_ref().map(|counter| &counter.counts),
-            attended: rows.rows.iter().map(|r| r[1] as u64 + 1).sum(),
+            attended: rows.iter().map(|r| r[1] as u64 + 1).sum(),
+            dispatch,
         };
         self.model.record(commands, &mut self.rec, &self.cache, &self.pool, tensors)
     }
 
-    /// The adapters in `slots` and the slot of each row; `None` when there is nothing to add.
-    fn lora(&self, slots: &[usize], token_lora_mapping: View) -> Option<LoraBatch> {
-        let max_rank = slots.iter().map(|s| self.pool.max_rank(*s)).max().unwrap_or(0);
-        (max_rank > 0).then(|| LoraBatch {
-            token_lora_mapping,
-            slots: self.pool.slots(),
-            adapters: slots.len(),
-            max_rank: max_rank.next_multiple_of(8),
-            aligned: None,
-        })
+    /// Records sampling, and the copy of all results to a buffer that can be mapped.
+    fn read_back(
+        &mut self,
+        commands: &mut Commands<'_>,
+        step: &StepMessage,
+        results: Results,
+        logits: Option<&View>,
+    ) -> Result<wgpu::Buffer> {
+        let (n_picks, vocab) = (results.picks, results.vocab);
+        let picks = self.upload("picks", bytemuck::cast_slice(&step.picks))?;
+        let sampled = self.rec.scratch("sampled", (n_picks.max(1) * 4) as u64)?;
+        if let Some(logits) = logits
+            && n_picks > 0
+        {
+            let sample =
+                Sample { rows: n_picks, vocab, logits, picks: &picks, sampled: &sampled, last_ids: &self.last_ids };
+            commands.pass(&mut self.rec, "sample", 0, |rec, pass| sample.record(rec, pass))?;
+        }
+        let staging = staging(&mut self.readback, &self.gpu, results.bytes() as u64);
+        let encoder = commands.encoder();
+        encoder.copy_buffer_to_buffer(&self.status.buffer, 0, &staging, 0, 4);
+        if n_picks > 0 {
+            encoder.copy_buffer_to_buffer(&sampled.buffer, 0, &staging, 4, (n_picks * 4) as u64);
+        }
+        if let Some(logits) = logits {
+            let mut at = results.logit_base() as u64;
+            for [first, count] in &step.wanted {
+                let row = (vocab * 4) as u64;
+                let (from, size) = (u64::from(*first) * row, u64::from(*count) * row);
+                encoder.copy_buffer_to_buffer(&logits.buffer, from, &staging, at, size);
+                at += size;
+            }
+        }
+        Ok(staging)
     }
 
     /// A scratch buffer with these bytes.
-    pub fn upload(&mut self, label: &'static str, bytes: &[u8]) -> Result<View> {
+    fn upload(&mut self, label: &'static str, bytes: &[u8]) -> Result<View> {
         let view = self.rec.scratch(label, bytes.len() as u64)?;
         if !bytes.is_empty() {
             self.gpu.queue().write_buffer(&view.buffer, 0, bytes);
@@ -183,12 +265,39 @@ impl Runner {
     }
 }
 
-/// The slots that occur in a mapping, ascending.
-fn distinct(mapping: &[i32]) -> Vec<usize> {
-    let mut slots: Vec<usize> = mapping.iter().filter_map(|s| usize::try_from(*s).ok()).collect();
-    slots.sort_unstable();
-    slots.dedup();
-    slots
+/// A mappable buffer of at least `bytes`, one of `free` where one is large enough.
+fn staging(free: &mut Vec<wgpu::Buffer>, gpu: &Gpu, bytes: u64) -> wgpu::Buffer {
+    if let Some(at) = free.iter().position(|b| b.size() >= bytes) {
+        return free.swap_remove(at);
+    }
+    free.clear();
+    gpu.device().create_buffer(&wgpu::BufferDescriptor {
+        label: Some("readback"),
+        size: bytes.next_power_of_two().max(256),
+        usage: wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST,
+        mapped_at_creation: false,
+    })
+}
+
+/// The way that ranks exchange, as `asked` or as the plan has it, and what they need for it.
+fn exchange_way(model: &Model, asked: Option<ExchangeWay>, sequences: usize, ranks: &mut Ranks) -> Result<ExchangeWay> {
+    let (world, moe) = (model.topology(), &model.config().moe);
+    let way = asked.unwrap_or_else(|| way(world, moe, sequences));
+    if way == ExchangeWay::Dispatch {
+        if !can_dispatch(world) {
+            let (n, ep) = (world.world(), world.ep());
+            return Err(Error::new(
+                ErrorKind::Config,
+                format!(
+                    "exchange `dispatch` with `tp` {n} and `ep` {ep}: it shares out whole sequences, so every rank must be an \
+                     expert group of its own; leave out `tp` (`ep` {n} alone), or exchange `sums`"
+                ),
+            ));
+        }
+        let copies = Copies::new(model.placement(), moe.experts, world)?;
+        ranks.dispatch_with(Dispatch::new(moe.hidden, moe.top_k, copies));
+    }
+    Ok(way)
 }
 
 /// What all ranks must have in common, a line each.
@@ -207,14 +316,27 @@ fn facts(model: &Model) -> String {
 
 /// The options of rank 0.
 fn of_rank_0(ranks: &mut Ranks, options: &EngineOptions) -> Result<EngineOptions> {
-    // Every rank routes every row, so what a rank counts is its own affair.
-    let EngineOptions { max_sequences, max_context, max_step_tokens, adapter_slots, adapter_memory, count_routing } =
-        *options;
-    let sizes = [max_sequences, max_context, max_step_tokens, adapter_slots].map(|n| n as u64);
-    let own =
-        [sizes[0], sizes[1], sizes[2], sizes[3], u64::from(adapter_memory.is_some()), adapter_memory.unwrap_or(0)];
+    // Where choices are counted, every rank routes every row: what a rank counts is its own affair.
+    let EngineOptions {
+        max_sequences,
+        max_context,
+        max_step_tokens,
+        adapter_slots,
+        adapter_memory,
+        count_routing,
+        exchange,
+    } = *options;
+    let [sequences, context, tokens, slots] =
+        [max_sequences, max_context, max_step_tokens, adapter_slots].map(|n| n as u64);
+    let way = match exchange {
+        None => 0,
+        Some(ExchangeWay::Sums) => 1,
+        Some(ExchangeWay::Dispatch) => 2,
+    };
+    let (limited, memory) = (u64::from(adapter_memory.is_some()), adapter_memory.unwrap_or(0));
+    let own = [sequences, context, tokens, slots, limited, memory, way];
     let words: Vec<u64> = bytemuck::pod_collect_to_vec(&exchange::broadcast(ranks.line(), bytemuck::cast_slice(&own))?);
-    let &[max_sequences, max_context, max_step_tokens, adapter_slots, limited, memory] = &words[..] else {
+    let &[max_sequences, max_context, max_step_tokens, adapter_slots, limited, memory, way] = &words[..] else {
         return Err(Error::new(ErrorKind::Rank, "rank 0 sent options that cannot be read"));
     };
     Ok(EngineOptions {
@@ -224,6 +346,11 @@ fn of_rank_0(ranks: &mut Ranks, options: &EngineOptions) -> Result<EngineOptions
         adapter_slots: adapter_slots as usize,
         adapter_memory: (limited == 1).then_some(memory),
         count_routing,
+        exchange: match way {
+            0 => None,
+            1 => Some(ExchangeWay::Sums),
+            _ => Some(ExchangeWay::Dispatch),
+        },
     })
 }
 

@@ -1,25 +1,23 @@
 //! Which rows a step has, and its recording.
 
-use std::collections::BTreeMap;
-
-use crate::engine::in_flight::{InFlight, LogitRows, Mapped};
-use crate::engine::runner::Rows;
-use crate::engine::sequence::{Place, Sequence};
-use crate::engine::worker::{StepMessage, tell};
+use crate::engine::in_flight::{Arrival, InFlight, LogitRows, Mapped};
+use crate::engine::message::StepMessage;
+use crate::engine::results::{Results, merge};
+use crate::engine::runner::Readback;
+use crate::engine::sequence::Place;
+use crate::engine::worker::tell;
 use crate::engine::{DEPTH, Engine, SequenceId};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::exchange;
-use crate::gpu::Gpu;
-use crate::kernels::sample::{Pick, Sample};
-use crate::model::{Commands, KvCache};
+use crate::kernels::sample::Pick;
+use crate::model::KvCache;
+use crate::plan::exchange::ExchangeWay;
 
 /// The rows of one step.
 #[derive(Default)]
 struct Batch {
     /// Token or -1, position, sequence row, slot.
     rows: Vec<[i32; 4]>,
-    /// Slot of each row, -1 for none.
-    mapping: Vec<i32>,
     /// Rows whose logits are computed.
     gather: Vec<u32>,
     picks: Vec<Pick>,
@@ -70,7 +68,7 @@ impl Engine {
         let waiting: Vec<SequenceId> =
             self.sequences.iter().filter(|(_, s)| s.place.is_none()).map(|(id, _)| *id).collect();
         for id in waiting {
-            if self.free_rows.is_empty() {
+            if self.places.is_full() {
                 return;
             }
             let (adapter, positions) = (self.sequences[&id].request.adapter, self.sequences[&id].positions());
@@ -85,15 +83,12 @@ impl Engine {
                     }
                 },
             };
-            let (Some(blocks), Some(row)) =
-                (self.runner.cache.take(KvCache::blocks_for(positions)), self.free_rows.last().copied())
-            else {
+            let Some((row, blocks)) = self.places.take(KvCache::blocks_for(positions)) else {
                 if let Some(slot) = slot {
                     self.runner.pool.unpin(slot);
                 }
                 return;
             };
-            self.free_rows.pop();
             self.runner.write_blocks(row, &blocks);
             if self.ranks.is_some() {
                 self.new_blocks.push((row, blocks.clone()));
@@ -157,69 +152,67 @@ impl Engine {
     }
 
     fn record(&mut self, batch: Batch) -> Result<()> {
-        if let Some(ranks) = &mut self.ranks {
-            let message = message(&batch, &self.sequences, std::mem::take(&mut self.new_blocks));
-            exchange::broadcast(ranks.line(), &message.encode())?;
-        }
-        self.runner.rec.reset();
-        let picks = self.runner.upload("picks", bytemuck::cast_slice(&batch.picks))?;
-        // What the device refuses must not look like a result: the step's buffers would hold those of an earlier one.
-        let scope = self.runner.gpu.device().push_error_scope(wgpu::ErrorFilter::Validation);
-        let mut commands = Commands::new(&self.runner.gpu, self.ranks.as_mut());
-        let Batch { rows, mapping, gather, .. } = &batch;
-        let logits = self.runner.layers(&mut commands, &Rows { rows, mapping, gather })?;
-
-        let n_picks = batch.picks.len();
-        let vocab = self.runner.model.config().vocab;
-        let sampled = self.runner.rec.scratch("sampled", (n_picks.max(1) * 4) as u64)?;
-        if let Some(logits) = &logits
-            && n_picks > 0
-        {
-            let sample = Sample {
-                rows: n_picks,
-                vocab,
-                logits,
-                picks: &picks,
-                sampled: &sampled,
-                last_ids: &self.runner.last_ids,
-            };
-            commands.pass(&mut self.runner.rec, "sample", 0, |rec, pass| sample.record(rec, pass))?;
-        }
-        // Status, sampled ids, then the logits that somebody wants, in one buffer to map.
-        let wanted: usize = batch.logits.iter().map(|l| l.count).sum();
-        let logit_base = (4 + n_picks * 4).next_multiple_of(16);
-        let bytes = (logit_base + wanted * vocab * 4) as u64;
-        let staging = staging(&mut self.readback, &self.runner.gpu, bytes);
-        let encoder = commands.encoder();
-        encoder.copy_buffer_to_buffer(&self.runner.status.buffer, 0, &staging, 0, 4);
-        if n_picks > 0 {
-            encoder.copy_buffer_to_buffer(&sampled.buffer, 0, &staging, 4, (n_picks * 4) as u64);
-        }
-        if let Some(logits) = &logits {
-            let mut at = logit_base as u64;
-            for l in &batch.logits {
-                let size = (l.count * vocab * 4) as u64;
-                encoder.copy_buffer_to_buffer(&logits.buffer, (l.first * vocab * 4) as u64, &staging, at, size);
-                at += size;
+        let (step, slots) = self.message(&batch);
+        let results = Results::of(&step, self.runner.model.config().vocab);
+        let arrival = match &mut self.ranks {
+            None => on_device(self.runner.step(None, &step, &slots)?),
+            Some(ranks) => {
+                exchange::broadcast(ranks.line(), &step.encode())?;
+                let (rank, n) = (ranks.line().rank(), ranks.line().ranks());
+                let part = step.part(self.runner.way, rank, n);
+                let readback = self.runner.step(Some(ranks), &part, &slots)?;
+                match self.runner.way {
+                    ExchangeWay::Sums => on_device(readback),
+                    ExchangeWay::Dispatch => {
+                        let own = self.runner.results(readback)?;
+                        let parts = exchange::collect(ranks.line(), &own)?;
+                        Arrival::Here(merge(&step, results.vocab, &parts)?)
+                    }
+                }
             }
-        }
-        let submission = commands.submit(&mut self.runner.rec)?;
-        if let Some(e) = pollster::block_on(scope.pop()) {
-            return Err(Error::new(ErrorKind::Device, format!("step refused: {e}")));
-        }
-        let mapped = Mapped::request(&staging, bytes);
+        };
         let Batch { picked, read_out, logits, members, .. } = batch;
-        let step = InFlight { submission, staging, bytes, logit_base, picked, read_out, logits, members, mapped };
-        self.in_flight.push_back(step);
+        self.in_flight.push_back(InFlight { arrival, results, picked, read_out, logits, members });
         Ok(())
     }
+
+    /// The step as all ranks hear of it, and the slots of its adapters on this one.
+    fn message(&mut self, batch: &Batch) -> (StepMessage, Vec<usize>) {
+        // Which adapter a slot holds: pinned slots keep theirs while a sequence runs.
+        let mut adapters: Vec<(usize, u64)> = Vec::new();
+        for sequence in batch.members.iter().filter_map(|id| self.sequences.get(id)) {
+            if let (Some(id), Some(slot)) = (sequence.request.adapter, sequence.place.as_ref().and_then(|p| p.slot)) {
+                adapters.push((slot, id.0));
+            }
+        }
+        adapters.sort_unstable();
+        adapters.dedup();
+        let place = |slot: i32| adapters.iter().position(|(s, _)| *s as i32 == slot).map_or(-1, |i| i as i32);
+        let message = StepMessage {
+            rows: batch
+                .rows
+                .iter()
+                .map(|[token, position, row, slot]| [*token, *position, *row, place(*slot)])
+                .collect(),
+            adapters: adapters.iter().map(|(_, id)| *id).collect(),
+            blocks: std::mem::take(&mut self.new_blocks),
+            gather: batch.gather.clone(),
+            picks: batch.picks.clone(),
+            wanted: batch.logits.iter().map(|l| [l.first as u32, l.count as u32]).collect(),
+        };
+        (message, adapters.into_iter().map(|(slot, _)| slot).collect())
+    }
+}
+
+fn on_device(readback: Readback) -> Arrival {
+    let mapped = Mapped::request(&readback);
+    Arrival::OnDevice(readback, mapped)
 }
 
 impl Batch {
     fn push(&mut self, token: i32, position: usize, place: &Place) {
         let slot = place.slot.map_or(-1, |s| s as i32);
         self.rows.push([token, position as i32, place.row as i32, slot]);
-        self.mapping.push(slot);
     }
 
     /// Samples from the row pushed last.
@@ -237,34 +230,4 @@ impl Batch {
         self.picked.push(id);
         self.gather.push(self.rows.len() as u32 - 1);
     }
-}
-
-/// A mappable buffer of at least `bytes`, one of `free` where one is large enough.
-fn staging(free: &mut Vec<wgpu::Buffer>, gpu: &Gpu, bytes: u64) -> wgpu::Buffer {
-    if let Some(at) = free.iter().position(|b| b.size() >= bytes) {
-        return free.swap_remove(at);
-    }
-    free.clear();
-    gpu.device().create_buffer(&wgpu::BufferDescriptor {
-        label: Some("readback"),
-        size: bytes.next_power_of_two().max(256),
-        usage: wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST,
-        mapped_at_creation: false,
-    })
-}
-
-/// The step as the other ranks hear of it.
-fn message(batch: &Batch, sequences: &BTreeMap<SequenceId, Sequence>, blocks: Vec<(u32, Vec<u32>)>) -> StepMessage {
-    // Which adapter a slot holds: pinned slots keep theirs while a sequence runs.
-    let mut adapters: Vec<(i32, u64)> = Vec::new();
-    for sequence in batch.members.iter().filter_map(|id| sequences.get(id)) {
-        if let (Some(id), Some(slot)) = (sequence.request.adapter, sequence.place.as_ref().and_then(|p| p.slot)) {
-            adapters.push((slot as i32, id.0));
-        }
-    }
-    adapters.sort_unstable();
-    adapters.dedup();
-    let place = |slot: i32| adapters.iter().position(|(s, _)| *s == slot).map_or(-1, |i| i as i32);
-    let rows = batch.rows.iter().map(|[token, position, row, slot]| [*token, *position, *row, place(*slot)]).collect();
-    StepMessage { rows, adapters: adapters.into_iter().map(|(_, id)| id).collect(), blocks }
 }

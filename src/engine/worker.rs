@@ -1,65 +1,17 @@
-//! A rank that runs the steps another one schedules, and the message that tells it what they are.
+//! A rank that runs the steps another one schedules.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::adapter::Adapter;
-use crate::engine::runner::{Rows, Runner};
+use crate::engine::message::StepMessage;
+use crate::engine::runner::Runner;
 use crate::engine::{AdapterId, EngineOptions};
 use crate::error::{Error, ErrorKind, Result};
 use crate::exchange::{self, Exchange, Ranks};
 use crate::gpu::Gpu;
-use crate::model::{Commands, Model};
-
-/// One step as rank 0 tells it to the others.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub(crate) struct StepMessage {
-    /// Token, position, sequence row, and place in `adapters` or -1. Slots are a rank's own affair.
-    pub rows: Vec<[i32; 4]>,
-    /// Adapters of the step: ids are the same on every rank.
-    pub adapters: Vec<u64>,
-    /// Cache blocks of sequences that are new in this step, by sequence row.
-    pub blocks: Vec<(u32, Vec<u32>)>,
-}
-
-impl StepMessage {
-    /// As bytes; never empty, for no bytes at all mean the end.
-    pub fn encode(&self) -> Vec<u8> {
-        let mut words = vec![self.rows.len() as u32, self.adapters.len() as u32, self.blocks.len() as u32];
-        words.extend(self.rows.as_flattened().iter().map(|n| *n as u32));
-        words.extend(self.adapters.iter().flat_map(|id| [*id as u32, (*id >> 32) as u32]));
-        for (row, blocks) in &self.blocks {
-            words.extend([*row, blocks.len() as u32]);
-            words.extend(blocks);
-        }
-        bytemuck::cast_slice(&words).to_vec()
-    }
-
-    /// The inverse; `None` for other bytes.
-    pub fn decode(bytes: &[u8]) -> Option<Self> {
-        if !bytes.len().is_multiple_of(4) {
-            return None;
-        }
-        let words: Vec<u32> = bytemuck::pod_collect_to_vec(bytes);
-        let mut rest = &words[..];
-        let mut take = |n: usize| {
-            let (taken, left) = rest.split_at_checked(n)?;
-            rest = left;
-            Some(taken)
-        };
-        let &[n_rows, n_adapters, n_blocks] = take(3)? else { return None };
-        let rows = take((n_rows as usize).checked_mul(4)?)?.as_chunks::<4>().0;
-        let rows = rows.iter().map(|row| row.map(|n| n as i32)).collect();
-        let ids = take((n_adapters as usize).checked_mul(2)?)?.as_chunks::<2>().0;
-        let adapters = ids.iter().map(|[low, high]| u64::from(*low) | u64::from(*high) << 32).collect();
-        let mut blocks = Vec::new();
-        for _ in 0..n_blocks {
-            let &[row, n] = take(2)? else { return None };
-            blocks.push((row, take(n as usize)?.to_vec()));
-        }
-        rest.is_empty().then_some(Self { rows, adapters, blocks })
-    }
-}
+use crate::model::Model;
+use crate::plan::exchange::ExchangeWay;
 
 /// A rank other than 0. It holds its share of the model and of every adapter, and follows.
 pub struct Worker {
@@ -117,7 +69,8 @@ impl Worker {
         }
         let message = StepMessage::decode(&bytes)
             .ok_or_else(|| Error::new(ErrorKind::Format, "rank 0 sent a step that cannot be read"))?;
-        let runner = &mut self.runner;
+        let (rank, ranks, runner) = (self.ranks.line().rank(), self.ranks.line().ranks(), &mut self.runner);
+        let message = message.part(runner.way, rank, ranks);
         for (row, blocks) in &message.blocks {
             runner.write_blocks(*row, blocks);
         }
@@ -135,15 +88,16 @@ impl Worker {
                 )
             })?);
         }
-        let slot_of = |place: i32| usize::try_from(place).ok().and_then(|i| slots.get(i)).map_or(-1, |s| *s as i32);
-        let rows: Vec<[i32; 4]> = message.rows.iter().map(|[t, p, r, a]| [*t, *p, *r, slot_of(*a)]).collect();
-        let mapping: Vec<i32> = rows.iter().map(|row| row[3]).collect();
-        runner.rec.reset();
-        let mut commands = Commands::new(&runner.gpu.clone(), Some(&mut self.ranks));
-        runner.layers(&mut commands, &Rows { rows: &rows, mapping: &mapping, gather: &[] })?;
-        commands.submit(&mut runner.rec)?;
+        let readback = runner.step(Some(&mut self.ranks), &message, &slots)?;
         // Factors are replaced by queue writes, which come after this step.
         slots.iter().for_each(|slot| runner.pool.unpin(*slot));
+        match runner.way {
+            ExchangeWay::Sums => runner.recycle(readback.staging),
+            ExchangeWay::Dispatch => {
+                let results = runner.results(readback)?;
+                exchange::collect(self.ranks.line(), &results)?;
+            }
+        }
         Ok(true)
     }
 }
@@ -166,26 +120,4 @@ pub(crate) fn tell(ranks: &mut Ranks, error: Error) -> Error {
         ranks.line().fail(&error.to_string());
     }
     error
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn messages_survive_the_way_and_broken_ones_are_noticed() {
-        let message = StepMessage {
-            rows: vec![[5, 0, 1, -1], [7, 3, 0, 1]],
-            adapters: vec![1, u64::MAX - 3],
-            blocks: vec![(1, vec![4, 9]), (0, vec![])],
-        };
-        let bytes = message.encode();
-        assert_eq!(StepMessage::decode(&bytes), Some(message));
-        assert!(!StepMessage::default().encode().is_empty());
-        for n in 0..bytes.len() {
-            assert_eq!(StepMessage::decode(&bytes[..n]), None, "{n}");
-        }
-        let endless = bytemuck::cast_slice(&[u32::MAX; 8]).to_vec();
-        assert_eq!(StepMessage::decode(&endless), None);
-    }
 }

@@ -1,33 +1,32 @@
-//! Sums between ranks of what lies on their devices: one copy to the host, one exchange, one copy back.
+//! What passes between the devices of ranks: a copy to the host, an exchange, a copy back.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-
+use super::dispatch::{Dispatch, Received, Tokens};
+use super::staging::{Download, Downloads, Uploads};
 use super::{Exchange, sum};
 use crate::error::{Error, ErrorKind, Result};
 use crate::gpu::Gpu;
 use crate::kernels::View;
 
-/// A line with the host memory that sums pass through.
+/// A line with the host memory that sums and tokens pass through.
 pub struct Ranks {
     line: Box<dyn Exchange>,
-    /// Mappable buffers that are free.
-    staging: Vec<wgpu::Buffer>,
+    /// `None`: ranks exchange sums.
+    dispatch: Option<Dispatch>,
+    down: Downloads,
+    up: Uploads,
     values: Vec<f32>,
 }
 
-/// A partial sum on its way to the host.
-pub(crate) struct Partial {
-    staging: wgpu::Buffer,
-    n_bytes: u64,
-    to: View,
-    mapped: Arc<AtomicBool>,
-}
-
 impl Ranks {
-    /// Exchanges over `line`.
+    /// Exchanges sums over `line`.
     pub fn new(line: Box<dyn Exchange>) -> Self {
-        Self { line, staging: Vec::new(), values: Vec::new() }
+        let (down, up) = (Downloads::default(), Uploads::default());
+        Self { line, dispatch: None, down, up, values: Vec::new() }
+    }
+
+    /// Exchanges tokens from now on.
+    pub(crate) fn dispatch_with(&mut self, dispatch: Dispatch) {
+        self.dispatch = Some(dispatch);
     }
 
     /// The line, for what is exchanged between host and host.
@@ -40,49 +39,104 @@ impl Ranks {
         self.line.end();
     }
 
-    /// Records the copy of the first `n_bytes` of `view` to the host. [`Partial::request`] follows its submission.
-    pub(crate) fn copy(&mut self, gpu: &Gpu, encoder: &mut wgpu::CommandEncoder, view: &View, n_bytes: u64) -> Partial {
-        let fits = self.staging.iter().position(|b| b.size() >= n_bytes);
-        let staging = fits.map(|at| self.staging.swap_remove(at)).unwrap_or_else(|| {
-            self.staging.clear();
-            gpu.device().create_buffer(&wgpu::BufferDescriptor {
-                label: Some("partial sums"),
-                size: n_bytes.next_power_of_two().max(256),
-                usage: wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST,
-                mapped_at_creation: false,
-            })
-        });
-        encoder.copy_buffer_to_buffer(&view.buffer, view.offset, &staging, 0, n_bytes);
-        Partial { staging, n_bytes, to: view.clone(), mapped: Arc::default() }
+    /// Records the copy of the first bytes of each of `parts` to the host.
+    ///
+    /// # Errors
+    /// [`ErrorKind::OutOfMemory`].
+    pub(crate) fn copy(
+        &mut self,
+        gpu: &Gpu,
+        encoder: &mut wgpu::CommandEncoder,
+        parts: &[(&View, u64)],
+    ) -> Result<Download> {
+        self.down.copy(gpu, encoder, parts)
     }
 
-    /// Waits for a partial sum, adds those of all ranks, and writes the sum back over it: before whatever is submitted next.
+    /// Records writes to the device: the slices of each part go one behind the other to the beginning of its view.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Device`], [`ErrorKind::OutOfMemory`].
+    pub(crate) fn write(
+        &mut self,
+        gpu: &Gpu,
+        encoder: &mut wgpu::CommandEncoder,
+        parts: &[(&View, &[&[u8]])],
+    ) -> Result<()> {
+        self.up.write(gpu, encoder, parts)
+    }
+
+    /// What was recorded has been submitted.
+    pub(crate) fn submitted(&mut self) {
+        self.up.submitted();
+    }
+
+    /// Waits for a partial sum, adds those of all ranks, and records the write of the sum to `to`.
     ///
     /// # Errors
     /// Those of the exchange; [`ErrorKind::Device`] when the device was lost.
-    pub(crate) fn complete(&mut self, gpu: &Gpu, partial: Partial) -> Result<()> {
-        let lost = |e: &dyn std::fmt::Display| Error::new(ErrorKind::Device, format!("partial sums: {e}"));
-        while !partial.mapped.load(Ordering::Acquire) {
-            gpu.device().poll(wgpu::PollType::wait_indefinitely()).map_err(|e| lost(&e))?;
-        }
-        {
-            let view = partial.staging.get_mapped_range(0..partial.n_bytes).map_err(|e| lost(&e))?;
-            self.values.clear();
-            self.values.extend(view.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
-        }
-        partial.staging.unmap();
-        self.staging.push(partial.staging);
+    pub(crate) fn sum(
+        &mut self,
+        gpu: &Gpu,
+        encoder: &mut wgpu::CommandEncoder,
+        partial: Download,
+        to: &View,
+    ) -> Result<()> {
+        let values = &mut self.values;
+        self.down.read(gpu, partial, |bytes| {
+            values.clear();
+            values.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)));
+            Ok(())
+        })?;
         sum(&mut *self.line, &mut self.values)?;
-        gpu.queue().write_buffer(&partial.to.buffer, partial.to.offset, bytemuck::cast_slice(&self.values));
-        Ok(())
+        self.up.write(gpu, encoder, &[(to, &[bytemuck::cast_slice(&self.values)])])
+    }
+
+    /// Waits for the x, ids and weights of this rank's tokens (`None`: it has none), and sends each token to the ranks of its experts.
+    ///
+    /// # Errors
+    /// As [`Ranks::sum`].
+    pub(crate) fn send(&mut self, gpu: &Gpu, routed: Option<Download>, adapters: &[u64]) -> Result<Received> {
+        let Self { line, dispatch, down, .. } = self;
+        let dispatch = dispatch.as_mut().ok_or_else(no_dispatch)?;
+        let Some(routed) = routed else {
+            return dispatch.send(&mut **line, &Tokens { x: &[], topk_ids: &[], topk_weights: &[], adapters: &[] });
+        };
+        let [d, a] = dispatch.sizes().map(|n| n * 4 * adapters.len());
+        down.read(gpu, routed, |bytes| {
+            let ids: Vec<i32> = bytemuck::pod_collect_to_vec(&bytes[d..d + a]);
+            let (x, topk_weights) = (&bytes[..d], &bytes[d + a..]);
+            dispatch.send(&mut **line, &Tokens { x, topk_ids: &ids, topk_weights, adapters })
+        })
+    }
+
+    /// Waits for what this rank computed of `received` (`None`: nothing came), gives it back, and records the write of what all ranks
+    /// computed of this rank's tokens, added up, to `to` (`None`: it has none): f32 `[tokens, D]`.
+    ///
+    /// # Errors
+    /// As [`Ranks::sum`].
+    pub(crate) fn give_back(
+        &mut self,
+        gpu: &Gpu,
+        encoder: &mut wgpu::CommandEncoder,
+        computed: Option<Download>,
+        received: &Received,
+        to: Option<(&View, usize)>,
+    ) -> Result<()> {
+        let Self { line, dispatch, down, up, values } = self;
+        let dispatch = dispatch.as_ref().ok_or_else(no_dispatch)?;
+        let tokens = to.map_or(0, |(_, tokens)| tokens);
+        let mut exchange = |y: &[u8]| dispatch.give_back(&mut **line, received, y, tokens, values);
+        match computed {
+            Some(computed) => down.read(gpu, computed, exchange)?,
+            None => exchange(&[])?,
+        }
+        match to {
+            Some((to, _)) => up.write(gpu, encoder, &[(to, &[bytemuck::cast_slice(values)])]),
+            None => Ok(()),
+        }
     }
 }
 
-impl Partial {
-    /// Asks for the copy, once its commands have been submitted.
-    pub(crate) fn request(&self) {
-        let mapped = self.mapped.clone();
-        // A failure is noticed when the range is asked for.
-        self.staging.map_async(wgpu::MapMode::Read, 0..self.n_bytes, move |_| mapped.store(true, Ordering::Release));
-    }
+fn no_dispatch() -> Error {
+    Error::new(ErrorKind::Rank, "tokens cannot be sent: ranks exchange sums")
 }

@@ -1,17 +1,20 @@
-//! What ranks tell each other: one primitive, and sums, broadcasts and comparisons made of it.
+//! What ranks tell each other: one primitive, and sums, dispatched tokens, broadcasts and comparisons made of it.
 //!
 //! Every rank calls the same operations in the same order. Sums are added in rank order, so that every rank gets the same
 //! bits. A rank that fails says so with [`Exchange::fail`]; every other rank then gets its message as the error of the
 //! operation it is in, or of its next one.
 
 mod device;
+mod dispatch;
 mod local;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+mod staging;
 
-pub(crate) use device::Partial;
 pub use device::Ranks;
+pub(crate) use dispatch::{Dispatch, Received};
 pub use local::Local;
+pub(crate) use staging::Download;
 
 use crate::error::{Error, ErrorKind, Result};
 
@@ -84,6 +87,15 @@ pub fn broadcast(line: &mut dyn Exchange, bytes: &[u8]) -> Result<Vec<u8>> {
     Ok(std::mem::take(&mut gather(line, bytes)?[0]))
 }
 
+/// Gives rank 0 the `bytes` of every rank, by rank; the others get nothing.
+///
+/// # Errors
+/// Those of [`Exchange::all_to_all`].
+pub fn collect(line: &mut dyn Exchange, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+    let to: Vec<&[u8]> = (0..line.ranks()).map(|rank| if rank == 0 { bytes } else { &[] }).collect();
+    line.all_to_all(&to)
+}
+
 /// Checks that all ranks were given the same `facts`: what a rank computes depends on them.
 ///
 /// # Errors
@@ -107,5 +119,5 @@ fn check_length(rank: usize, got: usize, expected: usize) -> Result<()> {
     if got == expected {
         return Ok(());
     }
-    Err(Error::new(ErrorKind::Rank, format!("rank {rank} gave {got} bytes of a sum, expected {expected}")))
+    Err(Error::new(ErrorKind::Rank, format!("rank {rank} gave {got} bytes of an output, expected {expected}")))
 }

@@ -1,5 +1,6 @@
 //! The adapters of a batch and their stages on whole tokens.
 
+use crate::adapter::pool::AdapterPool;
 use crate::error::Result;
 use crate::kernels::align::{Align, Aligned};
 use crate::kernels::expert_gemm::Rows;
@@ -24,6 +25,19 @@ pub struct LoraBatch {
 }
 
 impl LoraBatch {
+    /// The adapters in `slots`, one slot or a negative number for each token of `token_lora_mapping`; `None` when they add nothing.
+    pub(crate) fn of(pool: &AdapterPool, slots: &[i32], token_lora_mapping: View) -> Option<Self> {
+        let slots = distinct(slots);
+        let max_rank = slots.iter().map(|s| pool.max_rank(*s)).max().unwrap_or(0);
+        (max_rank > 0).then(|| Self {
+            token_lora_mapping,
+            slots: pool.slots(),
+            adapters: slots.len(),
+            max_rank: max_rank.next_multiple_of(8),
+            aligned: None,
+        })
+    }
+
     /// Prepares the adapters of `tokens` tokens; `sites` are those that work on whole tokens (attention, router, dense).
     ///
     /// # Errors
@@ -117,4 +131,12 @@ impl LoraBatch {
         LoraGather { rows: tokens, row_table, last_ids, slots, max_rank, site, factors, u: &u }.record(rec, pass)?;
         self.dense(site, factors, tokens, &u, hidden).record_expand(rec, pass, &u)
     }
+}
+
+/// The slots that occur in a mapping, ascending.
+pub(crate) fn distinct(mapping: &[i32]) -> Vec<usize> {
+    let mut slots: Vec<usize> = mapping.iter().filter_map(|s| usize::try_from(*s).ok()).collect();
+    slots.sort_unstable();
+    slots.dedup();
+    slots
 }

@@ -59,13 +59,13 @@ impl MoeLayer {
 
         // This rank's ids.
         let ids = match &self.owners {
-            None => routed.topk_ids.clone(),
-            Some(owners) => {
+            Some(owners) if !routed.local => {
                 let local_ids = rec.scratch("local_ids", (pairs * 4) as u64)?;
                 Localise { pairs, valid_pairs: pairs, topk_ids: &routed.topk_ids, owners, local_ids: &local_ids }
                     .record(rec, pass)?;
                 local_ids
             }
+            _ => routed.topk_ids.clone(),
         };
 
         // Virtual ids, then tiles of both streams.

@@ -14,7 +14,6 @@ pub const BLOCK_SIZE: usize = 16;
 pub struct KvCache {
     /// (keys, values) of each layer.
     pub layers: Vec<(View, View)>,
-    free: Vec<u32>,
 }
 
 impl KvCache {
@@ -41,17 +40,6 @@ impl KvCache {
                 Ok((View::whole(&k), View::whole(&v)))
             })
             .collect::<Result<_>>()?;
-        Ok(Self { layers, free: (0..blocks as u32).rev().collect() })
-    }
-
-    /// Takes `n` blocks, or none when fewer are free.
-    pub fn take(&mut self, n: usize) -> Option<Vec<u32>> {
-        let rest = self.free.len().checked_sub(n)?;
-        Some(self.free.split_off(rest))
-    }
-
-    /// Gives blocks back. Steps already submitted may still write to them: a later owner's writes come after.
-    pub fn give(&mut self, blocks: Vec<u32>) {
-        self.free.extend(blocks);
+        Ok(Self { layers })
     }
 }

@@ -2,13 +2,14 @@
 
 pub mod cache;
 mod commands;
+mod dispatch;
 pub mod load;
 pub mod step;
 
 pub use cache::KvCache;
 pub use commands::Commands;
 pub use load::LoadOptions;
-pub use step::StepTensors;
+pub use step::{StepDispatch, StepTensors};
 
 use crate::checkpoint::ModelConfig;
 use crate::kernels::View;

@@ -14,6 +14,7 @@ use crate::kernels::norm::Norm;
 use crate::kernels::rope::{AttentionShape, Rope};
 use crate::kernels::{Recording, View};
 use crate::layer::{LoraBatch, MoeTensors};
+use crate::model::dispatch::add_returned;
 use crate::model::{Commands, DecoderLayer, KvCache, Mlp, Model};
 
 /// What a step works on.
@@ -46,6 +47,20 @@ pub struct StepTensors<'a> {
     pub routing_counts: Option<&'a View>,
     /// Cached positions that all rows together attend to.
     pub attended: u64,
+    /// Where tokens are sent to other ranks. T may then be 0.
+    pub dispatch: Option<StepDispatch<'a>>,
+}
+
+/// What a step needs besides where tokens are sent to other ranks.
+pub struct StepDispatch<'a> {
+    /// `[T]`: the adapter of each row by its global id, 0 for none.
+    pub adapters: &'a [u64],
+    /// The adapters of the whole step, on all ranks: global id and slot on this one.
+    pub slots: &'a [(u64, usize)],
+    /// f32 `[T]`, ones.
+    pub ones: View,
+    /// i32 `[T]`, zeros.
+    pub zeros: View,
 }
 
 impl Model {
@@ -85,7 +100,7 @@ impl Model {
         let c = &self.config;
         let d = c.hidden;
         let hidden = rec.scratch("hidden", (t.rows * d * 4) as u64)?;
-        t.lora = commands.pass(rec, "embed", 0, |rec, pass| {
+        let embedded = |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>| {
             let embed = Embed {
                 rows: t.rows,
                 row_table: t.row_table,
@@ -109,14 +124,24 @@ impl Model {
                 batch.record_embedding(rec, pass, &sites.embedding, factors, t.rows, tables, &hidden)?;
             }
             Ok(Some(batch))
-        })?;
+        };
+        if t.rows > 0 {
+            t.lora = commands.pass(rec, "embed", 0, embedded)?;
+        }
         let attended = t.attended * (2 * self.share.heads.q_range().len()) as u64;
         let n_bytes = (t.rows * d * 4) as u64;
+        // Only where tokens are dispatched: what `hidden` still lacks of the layer before.
+        let mut returned = None;
         for (layer, weights) in self.layers.iter().enumerate() {
-            let [attention, mlp] = self.layer_macs(layer).map(|macs| macs * t.rows as u64);
+            let row_macs = self.layer_macs(layer);
+            let [attention, mlp] = row_macs.map(|macs| macs * t.rows as u64);
             let attention = attention + attended;
-            let residual = commands.adds_residual();
             let step = LayerStep { model: self, layer, weights, cache, pool, t: &t, hidden: &hidden };
+            if let Some(dispatch) = &t.dispatch {
+                returned = step.record_dispatched(commands, rec, dispatch, returned, [attention, row_macs[1]])?;
+                continue;
+            }
+            let residual = commands.adds_residual();
             if self.share.heads.is_whole() {
                 commands.pass(rec, "layer", attention + mlp, |rec, pass| {
                     step.record_attention(rec, pass, true)?;
@@ -137,6 +162,9 @@ impl Model {
         let macs = (t.logit_rows * d * c.vocab) as u64;
         let lora = t.lora_head.take();
         commands.pass(rec, "lm_head", macs, |rec, pass| {
+            if let (Some(dispatch), Some(returned)) = (&t.dispatch, &returned) {
+                add_returned(rec, pass, &t, dispatch, returned, &hidden, d)?;
+            }
             let x = rec.scratch("final x", (t.logit_rows * d * 4) as u64)?;
             let norm = Norm {
                 rows: t.logit_rows,
@@ -172,20 +200,25 @@ impl Model {
 }
 
 /// One layer of a step.
-struct LayerStep<'a> {
-    model: &'a Model,
-    layer: usize,
-    weights: &'a DecoderLayer,
-    cache: &'a KvCache,
-    pool: &'a AdapterPool,
-    t: &'a StepTensors<'a>,
+pub(super) struct LayerStep<'a> {
+    pub model: &'a Model,
+    pub layer: usize,
+    pub weights: &'a DecoderLayer,
+    pub cache: &'a KvCache,
+    pub pool: &'a AdapterPool,
+    pub t: &'a StepTensors<'a>,
     /// f32 `[T, D]`.
-    hidden: &'a View,
+    pub hidden: &'a View,
 }
 
 impl LayerStep<'_> {
     /// Attention of this rank's heads, in the place of `hidden`: added to it with `residual`, otherwise alone.
-    fn record_attention(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, residual: bool) -> Result<()> {
+    pub fn record_attention(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        residual: bool,
+    ) -> Result<()> {
         let Self { model, weights: w, t, hidden, .. } = *self;
         let (c, heads) = (&model.config, &model.share.heads);
         let d = c.hidden;
@@ -230,7 +263,7 @@ impl LayerStep<'_> {
     }
 
     /// The MLP, or this rank's experts. Those are put in the place of `hidden`: added to it with `residual`, otherwise alone.
-    fn record_mlp(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, residual: bool) -> Result<()> {
+    pub fn record_mlp(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, residual: bool) -> Result<()> {
         let Self { model, weights: w, t, hidden, .. } = *self;
         let c = &model.config;
         let d = c.hidden;
@@ -297,7 +330,7 @@ impl LayerStep<'_> {
     }
 
     /// The norm of `hidden`.
-    fn norm(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, weight: &View, out: &View) -> Result<()> {
+    pub fn norm(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, weight: &View, out: &View) -> Result<()> {
         let c = &self.model.config;
         let (rows, width, eps, x) = (self.t.rows, c.hidden, c.rms_eps, self.hidden);
         Norm { rows, width, eps, x, weight, gather: None, out }.record(rec, pass)

@@ -48,7 +48,7 @@ pub fn dispatch_bytes(ranks: usize, moe: &MoeShape) -> f64 {
 
 /// Whether ranks can dispatch: each must be an expert group of its own, with all heads of attention.
 pub fn can_dispatch(world: Topology) -> bool {
-    world.moe_tp() == 1
+    world.attention_tp() == 1 && world.moe_tp() == 1
 }
 
 /// The way for a `world` whose steps have a row for each of `sequences` sequences: dispatch where the bytes it saves take longer
@@ -100,7 +100,9 @@ mod tests {
         for (ep, sequences, expected) in cases {
             assert_eq!(way(ep, sequences), expected, "{ep} ranks, {sequences} sequences");
         }
-        let columns = Topology::new(Some(16), Some(8), 0).unwrap();
-        assert_eq!(super::way(columns, &QWEN3_30B, 4096), ExchangeWay::Sums);
+        for ep in [8, 16] {
+            let heads = Topology::new(Some(16), Some(ep), 0).unwrap();
+            assert_eq!(super::way(heads, &QWEN3_30B, 4096), ExchangeWay::Sums);
+        }
     }
 }
