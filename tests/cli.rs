@@ -125,6 +125,8 @@ fn mistakes_in_the_command_line_exit_with_2() {
         (run(&["--prompt", ""]), "no tokens"),
         (run(&["--prompt", "a", "--lora", "x=a", "--lora", "x=b"]), "given twice"),
         (run(&["--prompt", "a", "--adapter-memory", "1 GB"]), "--adapter-memory"),
+        (run(&["--prompt", "a", "--tp", "2", "--exchange", "dispatch"]), "give --ep 2 without --tp"),
+        (vec!["demo", "--tp", "4", "--ep", "2", "--exchange", "dispatch"], "--exchange dispatch with --tp 4"),
         (vec!["score", "--model", &base, "--requests", "x", "--format", "table"], "--format"),
         (vec!["perplexity", "--model", &base], "--text"),
         (vec!["devices", "--tier", "huge"], "--tier"),
@@ -341,6 +343,24 @@ fn sampling_depends_on_the_seed_and_not_on_the_batch() {
     assert_eq!(alone[0], mixed[1]);
     assert_ne!(alone[0]["ids"], sampled(line, "8")[0]["ids"]);
     assert_eq!((&alone[0]["finish_reason"], alone[0]["ids"].as_array().unwrap().len()), (&json!("length"), 12));
+}
+
+#[test]
+fn sequences_on_several_ranks_get_the_answers_of_one() {
+    let prompts = file(concat!(
+        "{\"prompt\": \"hello world\\n\"}\n",
+        "{\"adapter\": \"shout\", \"prompt\": \"minus one\\n\"}\n",
+        "{\"adapter\": \"rot13\", \"prompt\": \"fox\\n\"}\n",
+    ));
+    let (base, shout, rot13) = (base(), lora("shout"), lora("rot13"));
+    // Ranks are held to f32 sums: with f16 operands a close call may go the other way.
+    let args = [
+        ["run", "--model", &base, "--prompts", name(prompts.path())],
+        ["--lora", &shout, "--lora", &rot13, "--ignore-eos"],
+        ["--format", "json", "--max-tokens", "8", "--temperature=0.5"],
+    ];
+    let run = |more: &[&str]| wgmoe(&[args.as_flattened(), &["--tier", "baseline"], more].concat()).json_lines();
+    assert_eq!(run(&["--ep", "2", "--exchange", "dispatch"]), run(&[]));
 }
 
 #[test]

@@ -78,7 +78,12 @@ fn two_and_four_processes_answer_as_one() {
     let score = with_adapters("score", &["--requests", requests], &loras);
     let (alone, scored) = (output(&mut wgmoe(0, &run)), output(&mut wgmoe(0, &score)));
     assert!(alone.status.success() && !alone.stdout.is_empty(), "{}", text(&alone.stderr));
-    for (ranks, more) in [(2, &["--ep", "2"][..]), (4, &["--tp", "4", "--ep", "2", "--placement", "round-robin"])] {
+    let worlds = [
+        (2, &["--ep", "2"][..]),
+        (4, &["--tp", "4", "--ep", "2", "--placement", "round-robin"]),
+        (4, &["--exchange", "dispatch"]),
+    ];
+    for (ranks, more) in worlds {
         let got = output(&mut wgmoe(ranks, &[&run[..], more].concat()));
         assert!(got.status.success(), "{ranks}: {}", text(&got.stderr));
         assert_eq!(text(&got.stdout), text(&alone.stdout), "{ranks}");

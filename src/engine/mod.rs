@@ -90,9 +90,10 @@ impl Engine {
     }
 
     fn on(gpu: &Gpu, model: Model, mut options: EngineOptions, mut ranks: Option<Ranks>) -> Result<Self> {
-        if options.count_routing {
-            // Where tokens are dispatched, no rank sees all choices.
-            options.exchange.get_or_insert(ExchangeWay::Sums);
+        // Where tokens are dispatched, no rank sees all choices.
+        if options.count_routing && *options.exchange.get_or_insert(ExchangeWay::Sums) == ExchangeWay::Dispatch {
+            let e = Error::new(ErrorKind::Unsupported, "count_routing: expected sums, got an exchange by dispatch");
+            return Err(ranks.as_mut().map_or(e.clone(), |ranks| tell(ranks, e)));
         }
         let runner = match (Runner::new(gpu, model, &mut options, ranks.as_mut()), &mut ranks) {
             (Err(e), Some(ranks)) => return Err(tell(ranks, e)),

@@ -14,7 +14,7 @@ use wgmoe::text::Message;
 
 use crate::files::{Files, ModelFiles};
 use crate::perplexity::{self, Measured};
-use crate::ranks::{RankOptions, World};
+use crate::ranks::{ExchangeOption, RankOptions, World};
 use crate::requests::{Prompt, read_lines};
 use crate::session::{Answer, Job, Session, generate_with_bar, speed};
 use crate::table::{bytes, cell, table};
@@ -51,6 +51,8 @@ pub struct Options {
     format: Format,
     #[command(flatten)]
     ranks: RankOptions,
+    #[command(flatten)]
+    exchange: ExchangeOption,
     #[command(flatten)]
     device: Device,
 }
@@ -89,6 +91,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         adapter_memory: None,
         trace_routing: None,
         ranks: options.ranks.clone(),
+        exchange: options.exchange.clone(),
         #[cfg(feature = "mpi")]
         mpi: false,
     };

@@ -11,11 +11,12 @@ use wgmoe::checkpoint::{Checkpoint, ModelConfig};
 #[cfg(feature = "mpi")]
 use wgmoe::exchange::Exchange as _;
 use wgmoe::placement::RankShare;
+use wgmoe::plan::exchange::ExchangeWay;
 use wgmoe::text::{ChatTemplate, Tokenizer};
 
 #[cfg(feature = "mpi")]
 use crate::ranks::places;
-use crate::ranks::{RankOptions, Share, World};
+use crate::ranks::{ExchangeOption, RankOptions, Share, World};
 use crate::requests::Prompt;
 use crate::target::Target;
 use crate::{Device, size, usage};
@@ -38,6 +39,8 @@ pub struct ModelFiles {
     pub trace_routing: Option<PathBuf>,
     #[command(flatten)]
     pub ranks: RankOptions,
+    #[command(flatten)]
+    pub exchange: ExchangeOption,
     /// Ranks are the processes that mpirun started: rank 0 reads and writes, the others follow
     #[cfg(feature = "mpi")]
     #[arg(long, help_heading = "Ranks")]
@@ -66,6 +69,7 @@ impl ModelFiles {
 
     /// Who the other ranks are. `None` in a process that is one of them, which has done its work then.
     pub fn join(&self, device: &Device) -> anyhow::Result<Option<World>> {
+        self.exchange.way(&self.ranks)?;
         #[cfg(feature = "mpi")]
         if self.mpi {
             return self.join_processes(device);
@@ -115,6 +119,10 @@ impl ModelFiles {
                 return Err(usage(format!("--lora: the name `{name}` is given twice")));
             }
         }
+        let exchange = self.exchange.way(&self.ranks)?;
+        if self.trace_routing.is_some() && exchange == Some(ExchangeWay::Dispatch) {
+            return Err(usage("--trace-routing: with --exchange dispatch no rank sees all choices; use --exchange sums"));
+        }
         let trace = self.trace_routing.as_deref().map(|path| Target::reserve("--trace-routing", path)).transpose()?;
         let checkpoint = Checkpoint::open(&self.model)?;
         let share = self.share(world);
@@ -122,7 +130,8 @@ impl ModelFiles {
         let tokenizer = Tokenizer::open(&self.model)?;
         let adapters = share.adapters(checkpoint.config(), &owned)?;
         let template = OnceCell::new();
-        Ok(Files { checkpoint, tokenizer, template, adapters, adapter_memory: self.adapter_memory, trace, share })
+        let adapter_memory = self.adapter_memory;
+        Ok(Files { checkpoint, tokenizer, template, adapters, adapter_memory, exchange, trace, share })
     }
 }
 
@@ -135,6 +144,7 @@ pub struct Files {
     pub adapter_memory: Option<u64>,
     /// Where the choices of experts go.
     pub trace: Option<Target>,
+    pub exchange: Option<ExchangeWay>,
     pub share: Share,
 }
 

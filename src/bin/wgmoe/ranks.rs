@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::thread::JoinHandle;
 
 use anyhow::Context;
-use clap::Args;
+use clap::{Args, ValueEnum};
 use wgmoe::adapter::Adapter;
 use wgmoe::checkpoint::{Checkpoint, ModelConfig};
 use wgmoe::engine::Worker;
@@ -12,6 +12,7 @@ use wgmoe::exchange::{Exchange, Local};
 use wgmoe::gpu::{Gpu, GpuInfo, Tier};
 use wgmoe::model::{LoadOptions, Model};
 use wgmoe::placement::{PlacementRule, RankShare, Topology};
+use wgmoe::plan::exchange::ExchangeWay;
 
 use crate::{Device, usage};
 
@@ -42,6 +43,42 @@ impl RankOptions {
             "round-robin" => PlacementRule::RoundRobin,
             file => PlacementRule::from_json(file.as_ref()).context("--placement")?,
         })
+    }
+}
+
+/// What ranks exchange.
+#[derive(Args, Clone)]
+#[command(next_help_heading = "Ranks")]
+pub struct ExchangeOption {
+    /// What ranks exchange in a layer with experts
+    #[arg(long, value_enum, default_value_t = Way::Auto, value_name = "WAY")]
+    exchange: Way,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Way {
+    /// Dispatch on many ranks with many sequences, sums otherwise
+    Auto,
+    /// Every rank has every token; the partial outputs of its experts are added up
+    Sums,
+    /// Sequences are shared out, with attention and cache, and tokens go to the ranks of their experts; with --ep alone, not --tp
+    Dispatch,
+}
+
+impl ExchangeOption {
+    /// The way asked for, checked against the ranks; `None` leaves it to the engine.
+    pub fn way(&self, ranks: &RankOptions) -> anyhow::Result<Option<ExchangeWay>> {
+        match self.exchange {
+            Way::Auto => Ok(None),
+            Way::Sums => Ok(Some(ExchangeWay::Sums)),
+            Way::Dispatch => match ranks.tp {
+                Some(tp) if tp > 1 => Err(usage(format!(
+                    "--exchange dispatch with --tp {tp}: it shares out whole sequences, and --tp shares out each of them; \
+                     give --ep {tp} without --tp, or --exchange sums"
+                ))),
+                _ => Ok(Some(ExchangeWay::Dispatch)),
+            },
+        }
     }
 }
 

@@ -54,6 +54,7 @@ impl Files {
             adapter_slots: self.adapters.len().max(1),
             adapter_memory: self.adapter_memory,
             count_routing: self.trace.is_some(),
+            exchange: self.exchange,
             ..EngineOptions::default()
         };
         let topology = model.topology();
@@ -257,9 +258,10 @@ impl Session<'_> {
     /// Device, driver and tier, for the line below an answer.
     pub fn whereabouts(&self) -> String {
         let info = self.gpu.info();
-        let ranks = match (self.topology.world(), self.topology.ep()) {
-            (1, _) => String::new(),
-            (tp, ep) => format!(" · {tp} ranks, {ep} expert groups"),
+        let exchange = self.engine.as_ref().and_then(|engine| engine.options().exchange);
+        let ranks = match (self.topology.world(), self.topology.ep(), exchange) {
+            (1, ..) | (.., None) => String::new(),
+            (tp, ep, Some(way)) => format!(" · {tp} ranks, {ep} expert groups, {way}"),
         };
         format!("device {} · driver {} · tier {}{ranks}", info.name, crate::devices::driver(info), self.gpu.tier())
     }
