@@ -8,7 +8,7 @@
 //! 2. [`plan`] decides variants and cuts; [`gpu`] opens the device; [`upload`] moves weights there
 //! 3. [`adapter`] reads PEFT folders and keeps their factors on the device
 //! 4. [`kernels`] are the stages, [`layer`] one mixture-of-experts layer made of them, [`model`] the decoder around it
-//! 5. [`exchange`] adds up what several ranks computed
+//! 5. [`exchange`] adds up what several ranks computed, and takes tokens to the ranks of their experts
 //! 6. [`engine`] runs sequences in a continuous batch; `text` turns tokens into text (feature `text`)
 //!
 //! [`mod@reference`] holds the same stages on the CPU: the oracle of the tests.

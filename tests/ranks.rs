@@ -13,6 +13,7 @@ use files::{TINY, biased, data, json_file};
 use tempfile::TempDir;
 use wgmoe::exchange::{Exchange, Local};
 use wgmoe::placement::{PlacementRule, Topology};
+use wgmoe::plan::exchange::ExchangeWay;
 use wgmoe::{
     Adapter, Checkpoint, Engine, EngineOptions, ErrorKind, Event, Gpu, LoadOptions, Model, Request, Result, Worker,
 };
@@ -23,12 +24,15 @@ type Asked = (Vec<u32>, usize, Option<&'static str>);
 type Answer = (Vec<f32>, Vec<u32>);
 /// `--tp` and `--ep`.
 type World = (Option<usize>, Option<usize>);
+/// Each rank's place and rule.
+type OfRank<'a> = &'a (dyn Fn(usize) -> (Topology, PlacementRule) + Sync);
 
 /// A model, its adapters, and what it is asked.
 struct Service {
     model: PathBuf,
     adapters: Vec<(&'static str, PathBuf)>,
     requests: Vec<Asked>,
+    /// Ranks exchange sums unless a test says otherwise.
     options: EngineOptions,
     experts: usize,
     /// Keeps a folder that was written for the test.
@@ -63,6 +67,7 @@ impl Service {
                 adapter_slots: 4,
                 max_step_tokens: 8,
                 max_context: 64,
+                exchange: Some(ExchangeWay::Sums),
                 ..EngineOptions::default()
             },
             experts: 8,
@@ -84,7 +89,12 @@ impl Service {
             model: folder.join("base"),
             adapters: names.map(|name| (name, folder.join("adapters").join(name))).into(),
             requests: std::iter::once(None).chain(names.map(Some)).map(prompts).collect(),
-            options: EngineOptions { adapter_slots: 4, max_context: 64, ..EngineOptions::default() },
+            options: EngineOptions {
+                adapter_slots: 4,
+                max_context: 64,
+                exchange: Some(ExchangeWay::Sums),
+                ..EngineOptions::default()
+            },
             experts: 16,
             _written: None,
         }
@@ -142,18 +152,21 @@ impl Service {
     }
 
     /// Runs every rank in a thread of its own and returns what each says: answers from rank 0, nothing from the others.
-    /// `of_rank` gives each rank its place and rule.
+    /// `leaves` is a rank that ends before the first step.
     fn on_ranks(
         &self,
         gpu: &Gpu,
         ranks: usize,
-        of_rank: &(dyn Fn(usize) -> (Topology, PlacementRule) + Sync),
+        of_rank: OfRank<'_>,
+        leaves: Option<usize>,
     ) -> Vec<Result<Vec<Answer>>> {
         let rank = |line: Local| {
-            let (topology, rule) = of_rank(line.rank());
+            let rank = line.rank();
+            let (topology, rule) = of_rank(rank);
             let (model, adapters) = self.load(gpu, topology, rule);
-            if line.rank() == 0 {
+            if rank == 0 {
                 let mut engine = Engine::with_ranks(gpu, model, self.options.clone(), Box::new(line))?;
+                assert_eq!(engine.options().exchange, self.options.exchange);
                 for ((name, _), adapter) in self.adapters.iter().zip(&adapters) {
                     engine.load_adapter(name, adapter)?;
                 }
@@ -164,6 +177,9 @@ impl Service {
             let mut worker = Worker::new(gpu, model, Box::new(line))?;
             for ((name, _), adapter) in self.adapters.iter().zip(&adapters) {
                 worker.load_adapter(name, adapter)?;
+            }
+            if leaves == Some(rank) {
+                return Ok(Vec::new());
             }
             worker.run().map(|()| Vec::new())
         };
@@ -181,18 +197,21 @@ impl Service {
 
     /// Every world answers as one rank does, under every placement.
     fn answers_as_one(&self, gpu: &Gpu, worlds: &[World]) {
-        let expected = self.one_rank(gpu);
-        // f16 operands are rounded anew on every rank, which a close call of ids may show.
-        let matrix = gpu.capabilities().matrix;
-        let allowed = if matrix { common::TOL_MATRIX_LOGITS } else { 1e-4 };
         let rules = |world: World| {
             let copies = self.copies(world.1.unwrap_or(1));
             [PlacementRule::Linear, PlacementRule::RoundRobin, copies].map(|rule| (world, rule))
         };
-        let cases: Vec<_> = worlds.iter().copied().flat_map(rules).collect();
-        each_case(&cases, |((tp, ep), rule)| {
+        self.cases_answer_as_one(gpu, &worlds.iter().copied().flat_map(rules).collect::<Vec<_>>());
+    }
+
+    fn cases_answer_as_one(&self, gpu: &Gpu, cases: &[(World, PlacementRule)]) {
+        let expected = self.one_rank(gpu);
+        // f16 operands are rounded anew on every rank, which a close call of ids may show.
+        let matrix = gpu.capabilities().matrix;
+        let allowed = if matrix { common::TOL_MATRIX_LOGITS } else { 1e-4 };
+        each_case(cases, |((tp, ep), rule)| {
             let of_rank = |rank| (Topology::new(*tp, *ep, rank).unwrap(), rule.clone());
-            let mut all = self.on_ranks(gpu, tp.or(*ep).unwrap(), &of_rank);
+            let mut all = self.on_ranks(gpu, tp.or(*ep).unwrap(), &of_rank, None);
             if let Some(e) = all.iter().find_map(|r| r.as_ref().err()) {
                 return Err(e.to_string());
             }
@@ -250,10 +269,58 @@ fn several_ranks_answer_as_one_does_with_the_demonstration_model() {
     }
 }
 
-/// What each rank says, where rank 1 was given something else than the others.
-fn disagreement(of_rank: &(dyn Fn(usize) -> (Topology, PlacementRule) + Sync), expected: &str) {
+/// The tiny model, whose sequences are shared out: five at a time, so that they wait for each other and of eight ranks three
+/// never have a token.
+fn dispatching() -> Service {
+    let mut service = Service::tiny();
+    service.options.max_sequences = 5;
+    service.options.exchange = Some(ExchangeWay::Dispatch);
+    service
+}
+
+#[test]
+fn ranks_that_dispatch_answer_as_one_does() {
+    let service = dispatching();
+    // The rank in the middle has no expert; expert 5 is on both others.
+    let two_of_three =
+        PlacementRule::Table((0..8).map(|e| if e == 5 { vec![0, 2] } else { vec![e % 2 * 2] }).collect());
+    for gpu in tiers() {
+        service.answers_as_one(&gpu, &[1, 2, 3, 4, 8].map(|ep| (None, Some(ep))));
+        service.cases_answer_as_one(&gpu, &[((None, Some(3)), two_of_three.clone())]);
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_ends_all() {
     let Some(gpu) = device::every_tier().into_iter().next() else { return };
-    for (rank, result) in Service::tiny().on_ranks(&gpu, 3, of_rank).into_iter().enumerate() {
+    for service in [Service::tiny(), dispatching()] {
+        let of_rank = |rank| (Topology::new(None, Some(3), rank).unwrap(), PlacementRule::Linear);
+        for (rank, result) in service.on_ranks(&gpu, 3, &of_rank, Some(2)).into_iter().enumerate() {
+            match result {
+                Ok(answers) => assert!(rank == 2 && answers.is_empty(), "rank {rank}"),
+                Err(e) => assert_eq!(e.to_string(), "rank 2: ended early", "rank {rank}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn ranks_that_share_out_each_sequence_cannot_dispatch() {
+    let Some(gpu) = device::every_tier().into_iter().next() else { return };
+    for ep in [2, 4] {
+        let of_rank = |rank| (Topology::new(Some(4), Some(ep), rank).unwrap(), PlacementRule::Linear);
+        for (rank, result) in dispatching().on_ranks(&gpu, 4, &of_rank, None).into_iter().enumerate() {
+            let error = result.map(|_| ()).unwrap_err().to_string();
+            let expected = format!("exchange `dispatch` with `tp` 4 and `ep` {ep}");
+            assert!(error.contains(&expected), "rank {rank}: {error}");
+        }
+    }
+}
+
+/// What each rank says, where rank 1 was given something else than the others.
+fn disagreement(of_rank: OfRank<'_>, expected: &str) {
+    let Some(gpu) = device::every_tier().into_iter().next() else { return };
+    for (rank, result) in Service::tiny().on_ranks(&gpu, 3, of_rank, None).into_iter().enumerate() {
         let error = result.map(|_| ()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Rank, "rank {rank}: {error}");
         assert!(error.to_string().contains(expected), "rank {rank}: {error}");

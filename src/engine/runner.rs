@@ -289,8 +289,8 @@ fn exchange_way(model: &Model, asked: Option<ExchangeWay>, sequences: usize, ran
             return Err(Error::new(
                 ErrorKind::Config,
                 format!(
-                    "exchange `dispatch` with `tp` {n} and `ep` {ep}: it shares out whole sequences, so every rank must be an \
-                     expert group of its own; leave out `tp` (`ep` {n} alone), or exchange `sums`"
+                    "exchange `dispatch` with `tp` {n} and `ep` {ep}: it shares out whole sequences, and `tp` \
+                     each of them; leave out `tp` (`ep` {n} alone), or exchange `sums`"
                 ),
             ));
         }
