@@ -121,7 +121,9 @@ impl ModelFiles {
         }
         let exchange = self.exchange.way(&self.ranks)?;
         if self.trace_routing.is_some() && exchange == Some(ExchangeWay::Dispatch) {
-            return Err(usage("--trace-routing: with --exchange dispatch no rank sees all choices; use --exchange sums"));
+            return Err(usage(
+                "--trace-routing: with --exchange dispatch no rank sees all choices; use --exchange sums",
+            ));
         }
         let trace = self.trace_routing.as_deref().map(|path| Target::reserve("--trace-routing", path)).transpose()?;
         let checkpoint = Checkpoint::open(&self.model)?;
