@@ -220,8 +220,9 @@ mod tests {
         fn expected(&self) -> Vec<f32> {
             let mut out = vec![0.0; self.x.len()];
             for (p, id) in self.ids.iter().enumerate().filter(|(_, id)| **id >= 0) {
-                for d in p / A * D..(p / A + 1) * D {
-                    out[d] += self.weights[p] * pair(self.x[d], *id, self.adapters[p / A] % 16);
+                let row = p / A * D..(p / A + 1) * D;
+                for (out, x) in out[row.clone()].iter_mut().zip(&self.x[row]) {
+                    *out += self.weights[p] * pair(*x, *id, self.adapters[p / A] % 16);
                 }
             }
             out
