@@ -13,12 +13,11 @@ mod moe;
 use std::collections::BTreeMap;
 
 use common::{Rng, TOL_F32, rel_err};
+use gpu_run::traced::Buffers;
 use moe::{Batch, OnDevice, SHAPE, Twin, adapter, pin, poisoned};
 use serde_json::{Value, json};
 use wgmoe::adapter::Site;
 use wgmoe::dtype::DType;
-use wgmoe::kernels::recording::Traced;
-use wgmoe::kernels::{Grid, View};
 use wgmoe::placement::Placement;
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::{Adapter, Gpu, Tier};
@@ -37,58 +36,6 @@ fn as_anywhere(gpu: &Gpu) -> Gpu {
         matrix: false,
         ..own
     })
-}
-
-/// The distinct buffers of a trace, in order of their first use.
-#[derive(Default)]
-struct Buffers {
-    all: Vec<(wgpu::Buffer, u64)>,
-}
-
-impl Buffers {
-    fn number(&mut self, buffer: &wgpu::Buffer, end: u64) -> usize {
-        let at = self.all.iter().position(|(b, _)| b == buffer).unwrap_or_else(|| {
-            self.all.push((buffer.clone(), 0));
-            self.all.len() - 1
-        });
-        self.all[at].1 = end.max(self.all[at].1);
-        at
-    }
-
-    fn view(&mut self, view: &View) -> Value {
-        let buffer = self.number(&view.buffer, view.offset + view.size);
-        json!({ "buffer": buffer, "offset": view.offset, "size": view.size })
-    }
-
-    fn dispatch(&mut self, traced: &Traced) -> Value {
-        let buffers: Vec<Value> = traced.buffers.iter().map(|v| self.view(v)).collect();
-        let grid = match &traced.grid {
-            Grid::Direct(n) => json!(n),
-            Grid::Indirect(buffer, offset) => {
-                let number = self.number(buffer, offset + 12);
-                json!({ "buffer": number, "offset": offset })
-            }
-        };
-        json!({ "shader": traced.label, "params": hex(&traced.params), "buffers": buffers, "grid": grid })
-    }
-
-    /// What each holds now: one word over and over, or bytes.
-    fn contents(&self, gpu: &Gpu) -> Vec<Value> {
-        let content = |(buffer, size): &(wgpu::Buffer, u64)| {
-            let bytes = gpu.read(buffer, 0, *size).unwrap();
-            let word = &bytes[..4];
-            if bytes.chunks(4).all(|w| w == word) {
-                json!({ "size": size, "fill": hex(word) })
-            } else {
-                json!({ "size": size, "bytes": hex(&bytes) })
-            }
-        };
-        self.all.iter().map(content).collect()
-    }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 fn traced(gpu: &Gpu, tokens: usize, placement: &Placement, shaders: &mut BTreeMap<String, String>) -> Value {

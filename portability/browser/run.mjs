@@ -1,5 +1,5 @@
-// Opens examples/web in headless Chromium and prints what its page found: `back-end tier stage` lines on success.
-// usage: node run.mjs FOLDER [PICTURE.png]; the package `playwright-core` is looked for in $NODE_FOLDER.
+// Opens a page in headless Chromium and prints what it found: the device, and `tier stage` lines on success.
+// usage: node run.mjs FOLDER PAGE [PICTURE.png]; the package `playwright-core` is looked for in $NODE_FOLDER.
 import fs from 'node:fs';
 import http from 'node:http';
 import { createRequire } from 'node:module';
@@ -7,12 +7,12 @@ import path from 'node:path';
 
 const require = createRequire(`${process.env.NODE_FOLDER}/`);
 const { chromium } = require('playwright-core');
-const [folder, picture] = process.argv.slice(2);
+const [folder, name, picture] = process.argv.slice(2);
 
 // WebGPU wants a secure context: http on this machine counts as one, a file does not.
 const types = { '.html': 'text/html', '.js': 'text/javascript', '.json': 'application/json' };
 const server = http.createServer((request, response) => {
-  const file = path.join(folder, path.basename(new URL(request.url, 'http://localhost').pathname) || 'index.html');
+  const file = path.join(folder, path.basename(new URL(request.url, 'http://localhost').pathname));
   fs.readFile(file, (error, data) => {
     response.writeHead(error ? 404 : 200, { 'content-type': types[path.extname(file)] ?? 'text/plain' });
     response.end(data);
@@ -29,11 +29,11 @@ const browser = await chromium.launch({
 try {
   const page = await browser.newPage();
   page.on('console', (message) => console.error(message.text()));
-  await page.goto(`http://127.0.0.1:${server.address().port}/index.html`);
+  await page.goto(`http://127.0.0.1:${server.address().port}/${name}`);
   const found = await page.evaluate(() => globalThis.done);
   if (picture) await page.screenshot({ path: picture, fullPage: true });
   if (found.error) throw new Error(found.error);
-  console.error(JSON.stringify(found));
+  console.error(`${found.results.length} cases, off by ${Math.max(...found.results.map((r) => r.off))} at most`);
   const wrong = found.results.filter((r) => !r.right);
   if (wrong.length || !found.results.length) throw new Error(`wrong: ${JSON.stringify(wrong)}`);
   console.log(`# ${found.device}`);

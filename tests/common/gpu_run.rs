@@ -1,6 +1,9 @@
 //! Slices to the device, stages recorded in one pass, outputs back with a check that nothing was written past them.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+#[path = "traced.rs"]
+pub mod traced;
+
 use bytemuck::Pod;
 use wgmoe::Gpu;
 use wgmoe::dtype::DType;
@@ -70,13 +73,18 @@ pub fn run_in<R>(
 ) -> R {
     let gpu = rec.gpu().clone();
     let scope = gpu.device().push_error_scope(wgpu::ErrorFilter::Validation);
+    traced::begin(rec);
     let mut encoder = gpu.device().create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("test") });
     let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
     let result = record(rec, &mut pass).unwrap();
     drop(pass);
     rec.flush();
+    let stages = traced::Stages::recorded(rec);
     gpu.queue().submit([encoder.finish()]);
     rec.reset();
+    if let Some(stages) = stages {
+        stages.write(&gpu);
+    }
     if let Some(e) = pollster::block_on(scope.pop()) {
         panic!("{e}");
     }
