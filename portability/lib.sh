@@ -34,21 +34,12 @@ shown() {
 
 # Installs Debian packages that are missing.
 packages() {
-    local package missing=() as_root=()
+    local package missing=() reason
     for package in "$@"; do
         dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
     done
     [ ${#missing[@]} -gt 0 ] || return 0
-    command -v apt-get >/dev/null || cannot "no apt-get to install ${missing[*]}"
-    if [ "$(id -u)" != 0 ]; then
-        sudo -n true 2>/dev/null || cannot "installing ${missing[*]} needs root, or sudo without a password"
-        as_root=(sudo -n)
-    fi
-    # Lists of packages are kept for the steps that follow.
-    [ -e "$WORK/apt-updated" ] || "${as_root[@]}" apt-get update -qq || cannot 'apt-get update failed'
-    touch "$WORK/apt-updated"
-    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" ||
-        cannot "apt-get cannot install ${missing[*]}"
+    reason=$(sh scripts/apt-install.sh "$STEP" "${missing[@]}") || cannot "${missing[*]}: $reason"
 }
 
 # A Python package in a folder of its own, whose path it sets as `python_folder`.
@@ -67,23 +58,43 @@ node_packages() {
         cannot "npm cannot install $*"
 }
 
+# Whether the step has been shown for this tree.
+passed() {
+    [ "$(cat "$WORK/evidence/$1.passed" 2>/dev/null)" = "$TREE" ]
+}
+
 # The shaders that the step `translate` leaves.
 need_shaders() {
-    [ -s "$SHADERS/variants.tsv" ] || cannot 'no shaders: the step translate comes first'
+    passed translate || cannot 'no shaders of this tree: the step translate comes first'
 }
 
-# evidence BACK_END TIER STAGE HOW: one cell of the table in docs/PORTABILITY.md.
+# What other programs repeat, from llvmpipe: a layer in $WORK/layer.json, and in $WORK/stages runs of every stage that a
+# kernel test runs.
+need_traces() {
+    local file tests=()
+    [ "$(cat "$WORK/traced" 2>/dev/null)" != "$TREE" ] || return 0
+    packages libvulkan1 mesa-vulkan-drivers
+    rm -rf "$WORK/stages"
+    for file in tests/kernels_*.rs; do tests+=(--test "$(basename "$file" .rs)"); done
+    VK_ICD_FILENAMES=$LLVMPIPE WGMOE_TRACE=$WORK/layer.json "${cargo[@]}" test --locked --test trace
+    VK_ICD_FILENAMES=$LLVMPIPE WGMOE_TRACE_STAGES=$WORK/stages "${cargo[@]}" test --locked "${tests[@]}"
+    echo "$TREE" >"$WORK/traced"
+}
+
+# evidence BACK_END TIER STAGE KIND HOW: one piece of evidence for a cell of the table in docs/PORTABILITY.md. KIND is
+# `ran` (on a driver that people use, or on one that only computes in software), `stand-in` (ran on something that poses
+# as the back end) or `checked` (translated, compiled, linted; not run).
 evidence() {
-    printf '%s\t%s\t%s\t%s\n' "$1" "$2" "$3" "$4" >>"$WORK/evidence/$STEP.tsv"
+    printf '%s\t%s\t%s\t%s\t%s\n' "$1" "$2" "$3" "$4" "$5" >>"$WORK/evidence/$STEP.tsv"
 }
 
-# evidence_for_variants BACK_END HOW NUMBER...: every stage and tier of these variants.
+# evidence_for_variants BACK_END KIND HOW NUMBER...: every stage and tier of these variants.
 evidence_for_variants() {
-    local back_end=$1 how=$2
-    shift 2
+    local back_end=$1 kind=$2 how=$3 tier
+    shift 3
     printf '%s\n' "$@" | sort -u | join -t $'\t' - <(sort "$SHADERS/variants.tsv") | cut -f2,3 | sort -u |
         while IFS=$'\t' read -r stage tiers; do
-            for tier in ${tiers//,/ }; do evidence "$back_end" "$tier" "$stage" "$how"; done
+            for tier in ${tiers//,/ }; do evidence "$back_end" "$tier" "$stage" "$kind" "$how"; done
         done
 }
 
@@ -102,25 +113,40 @@ tests_passed() {
     sed -nE 's/^test result: ok\. ([0-9]+) passed.*/\1/p' "$1" | awk '{ n += $1 } END { print n + 0 }'
 }
 
-# evidence_of_log LOG BACK_END HOW
+# evidence_of_log LOG DEVICE BACK_END KIND HOW: what was compiled on a device whose description matches DEVICE, an
+# extended regular expression for `back end, name`. Pipelines of another device are an error: it is not the one meant.
+# wgpu's noop device computes nothing and counts for nothing.
 evidence_of_log() {
-    local lines
-    lines=$(sed -nE 's/.*compiled ([a-z_0-9]+)\[.*\] on [a-z0-9]+, ([a-z]+) tier, .*/\1 \2/p' "$1" | sort -u)
+    local lines other
+    lines=$(grep -av ' on noop, ' "$1" | sed -nE "s/.*compiled ([a-z_0-9]+)\[.*\] on ([a-z0-9]+), ([a-z]+) tier, (.*)/\1 \3 \2, \4/p" | tr -d '\r' | sort -u)
     [ -n "$lines" ] || { echo "no pipeline was compiled: $1"; return 1; }
-    while read -r stage tier; do evidence "$2" "$tier" "$stage" "$3"; done <<<"$lines"
+    other=$(grep -vE "^[a-z_0-9]+ [a-z]+ $2" <<<"$lines" | head -n 1) || true
+    [ -z "$other" ] || { echo "a pipeline for another device than $2: $other ($1)"; return 1; }
+    while read -r stage tier _; do evidence "$3" "$tier" "$stage" "$4" "$5"; done <<<"$lines"
 }
 
-# Tests that run kernels and compare what they compute, as arguments of `cargo test`.
+# Fails unless the demonstration's answers were compared in this log of cargo.
+demo_right() {
+    grep -aq '^test thirty_greedy_answers_in_one_batch_equal_the_reference_token_for_token \.\.\. ok' "$1"
+}
+
+# Tests that run kernels and compare what they compute, one line for each argument of `cargo test`.
 kernel_tests() {
     local file
-    for file in tests/kernels_*.rs; do echo --test "$(basename "$file" .rs)"; done
-    echo --test layer --test logits
+    for file in tests/kernels_*.rs tests/{layer,logits,demo}.rs; do printf '%s\n' --test "$(basename "$file" .rs)"; done
 }
 
-# run_tests NAME HOW [VARIABLE=VALUE...] -- ARGUMENT...: tests on Vulkan, with the stages that they compiled as evidence.
+# Every test that opens a device.
+device_tests() {
+    local file
+    grep -l 'common/device.rs' tests/*.rs | while read -r file; do printf '%s\n' --test "$(basename "$file" .rs)"; done
+}
+
+# run_tests NAME DEVICE HOW [VARIABLE=VALUE...] -- ARGUMENT...: tests on Vulkan, with the stages that they compiled as
+# evidence. DEVICE as for `evidence_of_log`.
 run_tests() {
-    local log=$WORK/logs/$STEP-$1.log name=$1 how=$2 environment=()
-    shift 2
+    local log=$WORK/logs/$STEP-$1.log name=$1 device=$2 how=$3 environment=()
+    shift 3
     while [ "$1" != -- ]; do
         environment+=("$1")
         shift
@@ -130,6 +156,7 @@ run_tests() {
         export "${environment[@]}"
         logged_cargo "$log" test --locked "$@"
     )
-    evidence_of_log "$log" vulkan "$how"
-    shown "$name: $(tests_passed "$log") tests"
+    evidence_of_log "$log" "$device" vulkan ran "$how"
+    demo_right "$log"
+    shown "$name: $(tests_passed "$log") tests, and the demonstration's thirty answers right"
 }

@@ -14,7 +14,7 @@ for tier in baseline:NO_FEATURES subgroup:subgroups; do
     mapfile -t files < <(files_of "${tier%:*}")
     said=$(check "${tier#*:}" "${files[@]}") || { echo "$said"; exit 1; }
     mapfile -t numbers < <(basename -s .wgsl "${files[@]}")
-    evidence_for_variants webgpu 'accepted by Dawn' "${numbers[@]}"
+    evidence_for_variants webgpu checked 'accepted by Dawn' "${numbers[@]}"
     shown "$tier: $(tail -n 1 <<<"$said")"
 done
 # Without its `enable` line a shader with subgroups must be refused, and with it where the feature is missing.

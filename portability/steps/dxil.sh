@@ -21,5 +21,5 @@ must_fail "$dxc" "$library" "$WORK/too-large.hlsl"
 
 "$dxc" "$library" "$SHADERS"/hlsl/*.hlsl | tee "$WORK/dxil.txt"
 mapfile -t numbers < <(find "$SHADERS/hlsl" -name '*.unchecked.hlsl' -printf '%f\n' | cut -d. -f1)
-evidence_for_variants dx12 'DXIL by DXC' "${numbers[@]}"
+evidence_for_variants dx12 checked 'compiled to DXIL by DXC' "${numbers[@]}"
 shown "$(tail -n 1 "$WORK/dxil.txt")"

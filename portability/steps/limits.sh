@@ -5,10 +5,8 @@ set -euo pipefail
 source portability/lib.sh
 
 packages libvulkan1 mesa-vulkan-drivers
-mapfile -t tests < <(kernel_tests | tr ' ' '\n')
-run_tests webgpu-limits "ran on llvmpipe with WebGPU's default limits" "VK_ICD_FILENAMES=$LLVMPIPE" \
-    WGMOE_TEST_LIMITS=webgpu -- "${tests[@]}" --test demo
-# Not the tests that need larger scratch or adapters on purpose.
-run_tests 1-MiB-bindings 'ran on llvmpipe with bindings of 1 MiB' "VK_ICD_FILENAMES=$LLVMPIPE" \
-    WGMOE_TEST_BINDING_BYTES=1048576 -- \
-    --test layer --test logits --test demo --test kernels_gemm --test kernels_lora
+mapfile -t tests < <(kernel_tests)
+run_tests webgpu-limits 'vulkan, llvmpipe' "ran on llvmpipe with WebGPU's default limits" "VK_ICD_FILENAMES=$LLVMPIPE" \
+    WGMOE_TEST_LIMITS=webgpu -- "${tests[@]}"
+run_tests 1-MiB-bindings 'vulkan, llvmpipe' 'ran on llvmpipe with bindings of 1 MiB' "VK_ICD_FILENAMES=$LLVMPIPE" \
+    WGMOE_TEST_BINDING_BYTES=1048576 -- "${tests[@]}"

@@ -26,5 +26,5 @@ printf '#include <metal_stdlib>\nfloat4 f(metal::uint4 a, metal::float4 b) { ret
 must_fail "${parse[@]}" "$WORK/wrong.cpp" 2>/dev/null
 
 mapfile -t numbers < <(printf '%s\n' "${files[@]##*/}" | cut -d. -f1)
-evidence_for_variants metal 'parsed by clang against a stand-in header' "${numbers[@]}"
+evidence_for_variants metal checked 'parsed by clang against a stand-in header' "${numbers[@]}"
 shown "${#files[@]} files parsed"

@@ -8,6 +8,6 @@ export WGMOE_SHADERS=$SHADERS
 "${cargo[@]}" test --locked --test shaders --test translate --test known_devices
 for back_end in vulkan:spv dx12:hlsl metal:metal; do
     mapfile -t numbers < <(find "$SHADERS/${back_end#*:}" -name '*.unchecked.*' -printf '%f\n' | cut -d. -f1)
-    evidence_for_variants "${back_end%:*}" 'translated and linted' "${numbers[@]}"
+    evidence_for_variants "${back_end%:*}" checked 'translated and linted' "${numbers[@]}"
     shown "${#numbers[@]} variants for ${back_end%:*}, each with and without run-time checks"
 done
