@@ -58,9 +58,18 @@ node_packages() {
         cannot "npm cannot install $*"
 }
 
+# A digest of all that a step's evidence can depend on: every file but documents and other steps.
+tree_of() {
+    local others=(':!docs' ':!*.md' ':!portability/steps*' ':!portability/run.sh' ':!portability/report.py')
+    {
+        git ls-files --cached --others --exclude-standard -z -- . "${others[@]}" | xargs -0 sha256sum
+        [ -z "$1" ] || sha256sum "portability/steps/$1.sh"
+    } | sha256sum | cut -d' ' -f1
+}
+
 # Whether the step has been shown for this tree.
 passed() {
-    [ "$(cat "$WORK/evidence/$1.passed" 2>/dev/null)" = "$TREE" ]
+    [ "$(cat "$WORK/evidence/$1.passed" 2>/dev/null)" = "$(tree_of "$1")" ]
 }
 
 # The shaders that the step `translate` leaves.
@@ -72,13 +81,13 @@ need_shaders() {
 # kernel test runs.
 need_traces() {
     local file tests=()
-    [ "$(cat "$WORK/traced" 2>/dev/null)" != "$TREE" ] || return 0
+    [ "$(cat "$WORK/traced" 2>/dev/null)" != "$(tree_of "")" ] || return 0
     packages libvulkan1 mesa-vulkan-drivers
     rm -rf "$WORK/stages"
     for file in tests/kernels_*.rs; do tests+=(--test "$(basename "$file" .rs)"); done
     VK_ICD_FILENAMES=$LLVMPIPE WGMOE_TRACE=$WORK/layer.json "${cargo[@]}" test --locked --test trace
     VK_ICD_FILENAMES=$LLVMPIPE WGMOE_TRACE_STAGES=$WORK/stages "${cargo[@]}" test --locked "${tests[@]}"
-    echo "$TREE" >"$WORK/traced"
+    tree_of "" >"$WORK/traced"
 }
 
 # evidence BACK_END TIER STAGE KIND HOW: one piece of evidence for a cell of the table in docs/PORTABILITY.md. KIND is

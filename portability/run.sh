@@ -8,7 +8,7 @@
 # docs/PORTABILITY.md, when all of them were asked for.
 #
 # A new stage needs nothing here: rows of the table come from src/kernels/variants.rs, what is compiled and linted from the
-# same list, what has run from the logs of the tests, and what is repeated in a browser and on CPU threads from every
+# same list, what has run from the logs of the tests, and what is repeated in a browser and on the CPU from every
 # tests/kernels_*.rs (tests/common/traced.rs). Three things are kept by hand: a new step goes into steps.txt; a builtin or
 # function of MSL that no stage has used so far into msl/shim/metal_stdlib, and an argument of a kernel into
 # msl/replay.py; and a tier that a back end never has into NO_SUCH_TIER of report.py. Each of them fails when forgotten.
@@ -20,9 +20,6 @@ continued=
 if [ "${1:-}" = --continue ]; then continued=yes && shift; fi
 if [ $# -gt 0 ]; then steps=("$@"); else mapfile -t steps <portability/steps.txt; fi
 mkdir -p "$WORK/evidence" "$WORK/logs"
-# Evidence is of one tree: all files but the documents.
-TREE=$(git ls-files --cached --others --exclude-standard -z -- . ':!docs' ':!*.md' | xargs -0 sha256sum | sha256sum | cut -d' ' -f1)
-export TREE
 
 declare -A outcome
 for step in "${steps[@]}"; do
@@ -32,7 +29,7 @@ for step in "${steps[@]}"; do
         echo "${outcome[$step]}" >&2
         continue
     fi
-    began=$SECONDS
+    began=$SECONDS tree=$(tree_of "$step")
     rm -f "$WORK/$step.why" "$WORK/$step.shown" "$WORK/evidence/$step".*
     status=0
     STEP=$step bash "portability/steps/$step.sh" >"$WORK/logs/$step.log" 2>&1 || status=$?
@@ -42,7 +39,7 @@ for step in "${steps[@]}"; do
         *) outcome[$step]=FAILED ;;
     esac
     # What a step showed before it failed is not shown.
-    if [ "$status" = 0 ]; then echo "$TREE" >"$WORK/evidence/$step.passed"; else rm -f "$WORK/evidence/$step.tsv"; fi
+    if [ "$status" = 0 ]; then echo "$tree" >"$WORK/evidence/$step.passed"; else rm -f "$WORK/evidence/$step.tsv"; fi
     echo $((SECONDS - began)) >"$WORK/evidence/$step.seconds"
     echo "${outcome[$step]}, $((SECONDS - began)) s" >&2
 done

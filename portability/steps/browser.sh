@@ -20,7 +20,7 @@ page() { NODE_FOLDER=$WORK/node node portability/browser/run.mjs "$WORK/web" "$@
 page index.html "$WORK/web/page.png" >"$WORK/browser.txt"
 page stages.html >>"$WORK/browser.txt"
 # A page that compares must find a wrong shader.
-sed -i 's/sum = sum + topk_weights/sum = sum - topk_weights/' "$WORK/web/layer.json" "$WORK/web/stages.json"
+sed -i 's/sum = sum + topk_weights/sum = sum - topk_weights/g' "$WORK/web/layer.json" "$WORK/web/stages.json"
 must_fail page index.html
 must_fail page stages.html
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The MSL of every stage that a kernel test runs, and of a mixture-of-experts layer with two adapters, one CPU thread for
-# each invocation, gives what the tests have compared with the oracle. Variants are those of a device whose subgroups
-# have no known size, as on Metal.
+# The MSL of every stage that a kernel test runs, and of a mixture-of-experts layer with two adapters, gives on the CPU
+# what the tests have compared with the oracle. Variants are those of a device whose subgroups have no known size, as on
+# Metal.
 set -euo pipefail
 source portability/lib.sh
 
@@ -30,6 +30,6 @@ must_fail replay "$WORK/wrong" 32
 
 sort -u "$WORK/msl.txt" -o "$WORK/msl.txt"
 while read -r tier stage; do
-    evidence metal "$tier" "$stage" stand-in 'ran on CPU threads through a stand-in header'
+    evidence metal "$tier" "$stage" stand-in 'ran on the CPU through a stand-in header'
 done <"$WORK/msl.txt"
 shown "$(wc -l <"$WORK/msl.txt") stages and tiers right, with simdgroups of 32 and of 16"
