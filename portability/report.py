@@ -110,11 +110,12 @@ def main():
                 break
             comment.append(line.removeprefix("#").strip())
         seconds = " ".join(said(folder / "evidence" / f"{step}.seconds"))
-        print(f"**{step}** ({seconds} s). {' '.join(comment)}")
+        print(f"**{step}** ({seconds or 0} s). {' '.join(comment)}")
         why = said(folder / f"{step}.why")
         found = said(folder / f"{step}.shown")
-        failed = not why and not (folder / "evidence" / f"{step}.passed").exists()
-        lines = found + [f"could not run: {line}" for line in why] + ["FAILED"] * failed
+        passed = (folder / "evidence" / f"{step}.passed").exists()
+        end = [] if passed or why else ["FAILED" if seconds else "not run"]
+        lines = (found if passed or why else []) + [f"could not run: {line}" for line in why] + end
         print("\n".join(f"- {line}" for line in lines) + "\n")
     print((HERE / "limits.md").read_text(), end="")
 
