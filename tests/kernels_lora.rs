@@ -109,7 +109,7 @@ fn factors(gpu: &Gpu, case: &Case, rng: &mut Rng) -> (Factors, Vec<Held>) {
             }
         }
     }
-    (Factors { pool: upload(gpu, &pool), index: upload(gpu, &index) }, held)
+    (Factors { pool: upload(gpu, &pool), index: upload(gpu, &index), empty: Vec::new() }, held)
 }
 
 fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
@@ -231,7 +231,7 @@ fn tokens_take_their_columns_of_a_as_the_oracle_says() {
                 let a: Vec<f32> = (0..rank * VOCAB).map(|i| columns[i % VOCAB * rank + i / VOCAB]).collect();
                 held.push((rank, scale, a));
             }
-            let factors = Factors { pool: upload(&gpu, &pool), index: upload(&gpu, &index) };
+            let factors = Factors { pool: upload(&gpu, &pool), index: upload(&gpu, &index), empty: Vec::new() };
             // Every other row decodes: its token is what the last step left.
             let tokens: Vec<u32> = (0..11).map(|t| t * 7 % VOCAB as u32).collect();
             let slots: Vec<i32> = (0..11).map(|t| [2, 0, -1, 1, 2, 7][t % 6]).collect();

@@ -23,6 +23,8 @@ pub(crate) struct Held {
 pub(crate) struct LayerStore {
     pub sites: PoolSites,
     pub factors: Factors,
+    /// First entry of a site and a slot that has factors there.
+    used: Vec<(usize, usize)>,
     /// Words of the buffer that are handed out.
     capacity: u64,
     free: FreeList,
@@ -36,8 +38,9 @@ impl LayerStore {
         // Fresh buffers are zero, and rank 0 means: nothing here.
         let index = gpu.buffer("adapter index", sites.entries() as u64 * WORD, wgpu::BufferUsages::empty())?;
         let pool = gpu.buffer("adapter factors", WORD, wgpu::BufferUsages::empty())?;
-        let factors = Factors { pool: View::whole(&pool), index: View::whole(&index) };
-        Ok(Self { sites, factors, capacity: 0, free: FreeList::default() })
+        let blocks: Vec<usize> = sites.blocks().into_iter().map(|(base, _)| base).collect();
+        let factors = Factors { pool: View::whole(&pool), index: View::whole(&index), empty: blocks };
+        Ok(Self { sites, factors, used: Vec::new(), capacity: 0, free: FreeList::default() })
     }
 
     /// Words of the buffer.
@@ -105,8 +108,16 @@ impl LayerStore {
     }
 
     /// Writes every index entry of a slot, those that it has no factor for included.
-    pub fn publish(&self, gpu: &Gpu, slot: usize, held: &Held) {
+    pub fn publish(&mut self, gpu: &Gpu, slot: usize, held: &Held) {
+        self.used.retain(|(_, user)| *user != slot);
+        self.factors.empty.clear();
         for (base, count) in self.sites.blocks() {
+            if held.entries.iter().any(|entry| (base..base + count).contains(&entry.at)) {
+                self.used.push((base, slot));
+            }
+            if self.used.iter().all(|(site, _)| *site != base) {
+                self.factors.empty.push(base);
+            }
             let mut rows = vec![[0u32; 4]; count];
             for entry in &held.entries {
                 if let Some(at) = entry.at.checked_sub(base).filter(|at| *at < count) {

@@ -97,6 +97,15 @@ pub struct Factors {
     /// An entry for each (slot, expert, projection) of each site: `[a, b, rank | type << 16 | bias << 24, scale]`; with a bias
     /// the rank counts it, as the last column of B.
     pub index: View,
+    /// First entries of the sites for which no adapter here has a factor: nothing is recorded for them.
+    pub empty: Vec<usize>,
+}
+
+impl Factors {
+    /// Whether some adapter has a factor for `site`.
+    pub fn any(&self, site: &LoraSite) -> bool {
+        !self.empty.contains(&site.index_base)
+    }
 }
 
 /// Semantics: `y[p] += s · (B · (A · x[p / row_div]) + bias)` with the factors of virtual expert `id(p)`; nothing where rank is 0.
@@ -123,8 +132,10 @@ pub struct Lora<'a> {
     pub y_stride: usize,
 }
 
-/// Rows of A that a subgroup of the shrink takes when its lanes lie along the depth.
-const SHRINK_ROWS: u32 = 4;
+/// Rows of A that a subgroup of the shrink takes when its lanes lie along the depth: one for single pairs, which are few.
+fn shrink_rows(tile: usize) -> u32 {
+    if tile == 1 { 1 } else { 4 }
+}
 
 /// The variables of one variant of the shrink, whose rows are long.
 pub fn shrink_vars(caps: &Capabilities, rows: &'static str, tile: usize) -> Vars {
@@ -132,7 +143,7 @@ pub fn shrink_vars(caps: &Capabilities, rows: &'static str, tile: usize) -> Vars
     vec![
         ("rows", rows.into()),
         ("tile", (tile as u32).into()),
-        ("per_lane", if depth_lanes > 0 { SHRINK_ROWS } else { 1 }.into()),
+        ("per_lane", if depth_lanes > 0 { shrink_rows(tile) } else { 1 }.into()),
         ("lanes", lanes.into()),
         ("depth_lanes", depth_lanes.into()),
         ("carriers", carriers(caps).into()),
@@ -153,7 +164,7 @@ pub fn expand_vars(caps: &Capabilities, rows: &'static str, tile: usize) -> Vars
 pub fn column_tiles(caps: &Capabilities, site: &LoraSite, max_rank: usize, tile: usize) -> [u32; 2] {
     let lanes = caps.gemm_lanes as usize;
     let [width, depth_lanes] = expert_gemm::lanes(caps, tile);
-    let block = width.checked_div(depth_lanes).map_or(lanes, |subgroups| (subgroups * SHRINK_ROWS) as usize);
+    let block = width.checked_div(depth_lanes).map_or(lanes, |subgroups| (subgroups * shrink_rows(tile)) as usize);
     let shrink = site.out_dims.len() * max_rank.next_multiple_of(8).div_ceil(block);
     let expand: usize = site.out_dims.iter().map(|n| n.div_ceil(lanes)).sum();
     [shrink as u32, expand as u32]
@@ -165,7 +176,7 @@ impl Lora<'_> {
     /// # Errors
     /// When the device refuses a shader or has no room for the intermediate.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        if self.max_rank == 0 || self.rows == 0 {
+        if self.max_rank == 0 || self.rows == 0 || !self.factors.any(self.site) {
             return Ok(());
         }
         let caps = rec.gpu().capabilities().clone();
