@@ -54,8 +54,9 @@ fn main() {
     for &t in &tokens {
         let (without, plain) = bench.measure(&gpu, t, false, RUNS, false);
         let (with, adapted) = bench.measure(&gpu, t, true, RUNS, false);
-        // The same layer in f32 arithmetic, where this tier has another.
-        let f32_tier = gpu.with_capabilities(Capabilities { matrix: false, ..gpu.capabilities().clone() });
+        // The same layer in f32 arithmetic and by other shaders.
+        let plain_tier = Capabilities { matrix: false, along_depth: false, ..gpu.capabilities().clone() };
+        let f32_tier = gpu.with_capabilities(plain_tier);
         let off = [(false, plain), (true, adapted)]
             .map(|(adapters, got)| difference(&got, &bench.measure(&f32_tier, t, adapters, 1, false).1));
         let off = off[0].max(off[1]);

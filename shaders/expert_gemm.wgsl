@@ -64,7 +64,7 @@ fn main(
     {% endfor %}
 
     let groups = params.groups;
-    {% with input = "x", row = "x_row", load = "load_weight8(", storage = "" %}
+    {% with input = "x", row = "x_row", load = "load_weight8(", storage = "", steps = (8 // per_lane // tile if per_lane * tile < 8 else 1), whole = true %}
     {% include "shared/walk.wgsl" %}
     {% endwith %}
 

@@ -61,7 +61,7 @@ fn main(
     let u_row{{ i }} = x_row{{ i }} + projection * params.max_rank / 4u;
     var sum{{ i }}_0 = 0.0;
     {% endfor %}
-    {% with input = "u", row = "u_row", load = "load_factor8(factor.b, ", storage = ", storage", per_lane = 1, depth_lanes = 0 %}
+    {% with input = "u", row = "u_row", load = "load_factor8(factor.b, ", storage = ", storage", per_lane = 1, depth_lanes = 0, steps = 1, whole = true %}
     {% include "shared/walk.wgsl" %}
     {% endwith %}
     if (column < columns) {

@@ -72,7 +72,7 @@ fn main(
     var sum{{ i }}_{{ j }} = 0.0;
     {% endfor %}
     {% endfor %}
-    {% with input = "x", row = "x_row", load = "load_factor8(factor.a, ", storage = ", storage" %}
+    {% with input = "x", row = "x_row", load = "load_factor8(factor.a, ", storage = ", storage", steps = (8 // per_lane // tile if per_lane * tile < 8 else 1), whole = true %}
     {% include "shared/walk.wgsl" %}
     {% endwith %}
     {% for j in range(per_lane) %}

@@ -1,6 +1,6 @@
 // Router logits to the A best experts of each token and their weights. One workgroup a token; localise, remap and
-// combine read the result. Experts are taken in descending order of (key, lower id first), so the next choice is the
-// best one after the last, and no mark of what was taken is needed.
+// combine read the result. A lane keeps the {{ values }} logits that are its own in registers. Experts are taken in descending
+// order of (key, lower id first), each by the lane that has it, and only then written: nothing waits for memory in between.
 struct RouteParams {
     tokens: u32,
     experts: u32,
@@ -41,19 +41,21 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         return;
     }
     let row = token * params.experts;
+    {% for v in range(values) %}
+    let expert{{ v }} = lane * {{ values }}u + {{ v }}u;
+    let read{{ v }} = logits[row + min(expert{{ v }}, params.experts - 1u)];
+    {% endfor %}
     var best = 0u;
-    for (var e = lane; e < params.experts; e = e + {{ lanes }}u) {
-        best = max(best, order_key(logits[row + e]));
-    }
+    {% for v in range(values) %}
+    let logit{{ v }} = select(0u, order_key(read{{ v }}), expert{{ v }} < params.experts);
+    best = max(best, logit{{ v }});
+    {% endfor %}
     best = reduce_max_u32(best, lane);
     let most = key_value(max(best, 1u));
     var total = 0.0;
-    for (var e = lane; e < params.experts; e = e + {{ lanes }}u) {
-        let key = order_key(logits[row + e]);
-        if (key != 0u) {
-            total = total + exp(key_value(key) - most);
-        }
-    }
+    {% for v in range(values) %}
+    total = total + select(0.0, exp(key_value(max(logit{{ v }}, 1u)) - most), logit{{ v }} != 0u);
+    {% endfor %}
     total = reduce_sum(total, lane);
 
     {% if groups %}
@@ -101,60 +103,59 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     }
     {% endif %}
 
-    var last_key = 0xffffffffu;
-    var last_expert = 0u;
-    var sum = 0.0;
-    var missing = false;
-    for (var k = 0u; k < params.top_k; k = k + 1u) {
-        var key = 0u;
-        var expert = 0xffffffffu;
-        for (var e = lane; e < params.experts; e = e + {{ lanes }}u) {
-            var candidate = order_key(logits[row + e]);
-            {% if by_score %}
-            if (candidate != 0u) {
-                candidate = order_key(score(key_value(candidate), most, total){% if biased %} + bias[e]{% endif %});
-            }
-            {% endif %}
-            {% if groups %}
-            if ((open_groups & (1u << (e / group_size))) == 0u) {
-                candidate = 0u;
-            }
-            {% endif %}
-            let after = candidate < last_key || (candidate == last_key && e > last_expert);
-            if (after && candidate > key) {
-                key = candidate;
-                expert = e;
-            }
-        }
-        last_key = reduce_max_u32(key, lane);
-        last_expert = reduce_min_u32(select(0xffffffffu, expert, key == last_key), lane);
-        let at = token * params.top_k + k;
-        if (last_key == 0u) {
-            missing = true;
-            if (lane == 0u) {
-                topk_ids[at] = -1;
-                topk_weights[at] = 0.0;
-            }
-        } else {
-            let weight = score(key_value(order_key(logits[row + last_expert])), most, total);
-            sum = sum + weight;
-            if (lane == 0u) {
-                topk_ids[at] = i32(last_expert);
-                topk_weights[at] = weight;
-            }
-        }
+    {% for v in range(values) %}
+    {% if by_score %}
+    var key{{ v }} = 0u;
+    if (logit{{ v }} != 0u{% if groups %} && (open_groups & (1u << (expert{{ v }} / group_size))) != 0u{% endif %}) {
+        key{{ v }} = order_key(score(key_value(logit{{ v }}), most, total){% if biased %} + bias[expert{{ v }}]{% endif %});
     }
-    if (lane == 0u) {
-        if (missing) {
-            atomicOr(&status[0], 1u);
+    {% else %}
+    var key{{ v }} = logit{{ v }};
+    {% endif %}
+    // The place of the expert among the chosen ones.
+    var place{{ v }} = 0xffffffffu;
+    {% endfor %}
+    var found = 0u;
+    for (var k = 0u; k < params.top_k; k = k + 1u) {
+        var own = 0u;
+        {% for v in range(values) %}
+        own = max(own, key{{ v }});
+        {% endfor %}
+        let key = reduce_max_u32(own, lane);
+        // Lanes hold experts in order, so the first lane that has the key has the lowest id.
+        var taken = first_lane(own == key, lane) != lane || key == 0u;
+        found = found + select(0u, 1u, key != 0u);
+        {% for v in range(values) %}
+        if (!taken && key{{ v }} == key) {
+            key{{ v }} = 0u;
+            place{{ v }} = k;
+            taken = true;
         }
-        var factor = params.scale;
-        if (params.renormalise != 0u && sum > 0.0) {
-            factor = factor / sum;
-        }
-        for (var k = 0u; k < params.top_k; k = k + 1u) {
-            let at = token * params.top_k + k;
-            topk_weights[at] = topk_weights[at] * factor;
-        }
+        {% endfor %}
+    }
+
+    let at = token * params.top_k;
+    var sum = 0.0;
+    {% for v in range(values) %}
+    let weight{{ v }} = score(key_value(max(logit{{ v }}, 1u)), most, total);
+    sum = sum + select(0.0, weight{{ v }}, place{{ v }} != 0xffffffffu);
+    {% endfor %}
+    sum = reduce_sum(sum, lane);
+    var factor = params.scale;
+    if (params.renormalise != 0u && sum > 0.0) {
+        factor = factor / sum;
+    }
+    {% for v in range(values) %}
+    if (place{{ v }} != 0xffffffffu) {
+        topk_ids[at + place{{ v }}] = i32(expert{{ v }});
+        topk_weights[at + place{{ v }}] = weight{{ v }} * factor;
+    }
+    {% endfor %}
+    for (var k = found + lane; k < params.top_k; k = k + {{ lanes }}u) {
+        topk_ids[at + k] = -1;
+        topk_weights[at + k] = 0.0;
+    }
+    if (lane == 0u && found < params.top_k) {
+        atomicOr(&status[0], 1u);
     }
 }

@@ -5,6 +5,7 @@
 
 mod batch;
 mod experts;
+mod pairs;
 
 pub use batch::LoraBatch;
 pub(crate) use batch::distinct;

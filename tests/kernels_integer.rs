@@ -10,7 +10,7 @@ use common::{AdapterMix, Rng, Routing, UNWRITTEN_I32};
 use gpu_run::{Output, read, run, upload};
 use proptest::prelude::*;
 use wgmoe::Gpu;
-use wgmoe::kernels::align::{Align, Aligned as Place};
+use wgmoe::kernels::align::{Align, Aligned as Place, FEW};
 use wgmoe::kernels::count::Count;
 use wgmoe::kernels::localise::{Localise, Owners};
 use wgmoe::kernels::remap::Remap;
@@ -45,7 +45,7 @@ fn remap_on(gpu: &Gpu, ids: &[i32], mapping: &[i32], [a, experts, slots]: [usize
     Remapped { virtual_topk_ids: virtual_ids.read(gpu), lora_mask: mask.read(gpu), status: status.read(gpu)[0] }
 }
 
-fn align_on(gpu: &Gpu, ids: &[i32], buckets: usize, tile: usize) -> Aligned {
+fn align_on(gpu: &Gpu, ids: &[i32], buckets: usize, tile: usize, at_once: bool) -> Aligned {
     let capacity = align_capacity(ids.len(), buckets, tile);
     let ids_view = upload(gpu, ids);
     let (place, out): (Place, _) = run(gpu, |rec, pass| {
@@ -61,7 +61,7 @@ fn align_on(gpu: &Gpu, ids: &[i32], buckets: usize, tile: usize) -> Aligned {
             ids: &ids_view,
             columns: &COLUMNS,
         };
-        Ok((align.record(rec, pass)?, out))
+        Ok((align.record_as(rec, pass, at_once)?, out))
     });
     let words: Vec<i32> = read(gpu, &out, capacity * 2 + 1024);
     let at = |base: u32, n: usize| words[base as usize..base as usize + n].to_vec();
@@ -76,16 +76,19 @@ fn align_on(gpu: &Gpu, ids: &[i32], buckets: usize, tile: usize) -> Aligned {
     }
 }
 
-/// The whole of an alignment against the oracle: contents, padding, labels, count, order and dispatch arguments.
+/// The whole of an alignment against the oracle: contents, padding, labels, count, order and dispatch arguments; in steps, and
+/// at once where there are few pairs.
 fn check_align(gpu: &Gpu, ids: &[i32], buckets: usize, tile: usize) -> Aligned {
-    let got = align_on(gpu, ids, buckets, tile);
     let expected = reference::align(ids, buckets, tile, &COLUMNS);
-    let what = format!("{} P {} N {buckets} B {tile}", gpu.tier(), ids.len());
-    assert_eq!(got.num_tokens_post_padded, expected.num_tokens_post_padded, "count: {what}");
-    assert_eq!(got.expert_ids, expected.expert_ids, "labels: {what}");
-    assert_eq!(got.dispatch, expected.dispatch, "dispatch: {what}");
-    assert!(got.sorted_token_ids == expected.sorted_token_ids, "pairs: {what}");
-    got
+    for at_once in [false, true].into_iter().filter(|at_once| !at_once || ids.len() <= FEW) {
+        let got = align_on(gpu, ids, buckets, tile, at_once);
+        let what = format!("{} P {} N {buckets} B {tile} at once: {at_once}", gpu.tier(), ids.len());
+        assert_eq!(got.num_tokens_post_padded, expected.num_tokens_post_padded, "count: {what}");
+        assert_eq!(got.expert_ids, expected.expert_ids, "labels: {what}");
+        assert_eq!(got.dispatch, expected.dispatch, "dispatch: {what}");
+        assert!(got.sorted_token_ids == expected.sorted_token_ids, "pairs: {what}");
+    }
+    expected
 }
 
 /// The labels that occur, without -1.
@@ -349,7 +352,7 @@ fn alignment_is_exact_at_every_edge_shape() {
     for gpu in device::every_tier() {
         let mut rng = Rng::new(2);
         for tile in [1, 4, 8] {
-            for pairs in [1, tile - 1, tile, tile + 1, 63, 64, 65, 127, 257, 331] {
+            for pairs in [1, tile - 1, tile, tile + 1, 63, 64, 65, 127, 257, 331, 511, 512] {
                 let ids: Vec<i32> = (0..pairs).map(|_| rng.below(9) as i32 - 1).collect();
                 check_align(&gpu, &ids, 7, tile);
             }
@@ -393,7 +396,7 @@ fn any_ids_are_aligned_as_the_oracle_does() {
     proptest!(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() },
     |((ids, buckets, tile) in strategy)| {
         for gpu in &gpus {
-            prop_assert_eq!(align_on(gpu, &ids, buckets, tile), reference::align(&ids, buckets, tile, &COLUMNS));
+            prop_assert_eq!(align_on(gpu, &ids, buckets, tile, true), reference::align(&ids, buckets, tile, &COLUMNS));
         }
     });
 }

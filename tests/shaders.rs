@@ -13,8 +13,7 @@ use wgmoe::kernels::linker::{Kernel, Vars, label, render};
 use wgmoe::kernels::params::Params;
 use wgmoe::kernels::variants::variants;
 use wgmoe::kernels::{
-    activation, align, attention, combine, count, embed, expert_gemm, expert_gemm_matrix, localise, lora, lora_gather,
-    norm, pack, random, rate, remap, rope, route, sample, stream,
+    activation, align, attention, combine, count, down_combine, embed, expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, norm, pack, pair_gemm, pair_shrink, random, rate, remap, rope, route, sample, stream,
 };
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::classes::classes;
@@ -34,11 +33,14 @@ fn params_of(stem: &str) -> Layout {
         "localise_quotas" => layout::<localise::LocaliseQuotasParams>(),
         "localise_copies" => layout::<localise::LocaliseCopiesParams>(),
         "remap" => layout::<remap::RemapParams>(),
-        "align_count" | "align_total" | "align_scan" | "align_scatter" => layout::<align::AlignParams>(),
+        "align_few" | "align_count" | "align_total" | "align_scan" | "align_scatter" => layout::<align::AlignParams>(),
         "expert_gemm" => layout::<expert_gemm::ExpertGemmParams>(),
         "lora_shrink" => layout::<lora::LoraShrinkParams>(),
         "lora_expand" => layout::<lora::LoraExpandParams>(),
         "lora_gather" => layout::<lora_gather::LoraGatherParams>(),
+        "pair_shrink" => layout::<pair_shrink::PairShrinkParams>(),
+        "pair_gemm" => layout::<pair_gemm::PairGemmParams>(),
+        "down_combine" => layout::<down_combine::DownCombineParams>(),
         "pack" => layout::<pack::PackParams>(),
         "expert_gemm_matrix" => layout::<expert_gemm_matrix::ExpertGemmMatrixParams>(),
         "activation" | "activation_pack" => layout::<activation::ActivationParams>(),
@@ -145,7 +147,7 @@ fn check(kernel: &'static Kernel, vars: &Vars, caps: &Capabilities) -> Result<()
     check_layout(&module, params_of(kernel.stem))?;
     match kernel.stem {
         "sample" => check_layout(&module, layout::<sample::Pick>()),
-        "lora_shrink" | "lora_expand" | "lora_gather" => {
+        "lora_shrink" | "lora_expand" | "lora_gather" | "pair_shrink" => {
             check_layout(&module, ("Factor", &[("a", 0), ("b", 4), ("rank_type", 8), ("scale", 12)], 16))
         }
         _ => Ok(()),
@@ -169,6 +171,8 @@ fn every_variant_validates_and_agrees_with_its_host_file() {
 
 /// Shaders of the matrix tier alone.
 const MATRIX_TIER: [&str; 3] = ["pack", "expert_gemm_matrix", "activation_pack"];
+/// Shaders for lanes along the depth alone.
+const ALONG_DEPTH: [&str; 3] = ["pair_shrink", "pair_gemm", "down_combine"];
 
 #[test]
 fn variants_are_listed_once_and_cover_every_shader_file() {
@@ -184,7 +188,8 @@ fn variants_are_listed_once_and_cover_every_shader_file() {
         for entry in std::fs::read_dir("shaders").unwrap() {
             let path = entry.unwrap().path();
             let stem = path.file_stem().unwrap().to_str().unwrap().to_owned();
-            let expected = caps.matrix || !MATRIX_TIER.contains(&stem.as_str());
+            let expected = (caps.matrix || !MATRIX_TIER.contains(&stem.as_str()))
+                && (caps.along_depth || !ALONG_DEPTH.contains(&stem.as_str()));
             if path.is_file() && stems.contains(stem.as_str()) != expected {
                 return Err(format!("{stem}: expected a variant: {expected}"));
             }

@@ -110,7 +110,7 @@ fn a_traced_layer_holds_all_that_is_needed_to_repeat_it() {
             }
         }
     }
-    for stage in ["route", "localise", "localise_copies", "remap", "align_scatter", "lora_expand", "combine"] {
+    for stage in ["route", "localise", "localise_copies", "remap", "align_few", "lora_expand", "combine"] {
         assert!(shaders.keys().any(|label| label.starts_with(stage)), "no {stage}");
     }
     if let Some(path) = std::env::var_os("WGMOE_TRACE") {

@@ -1,8 +1,7 @@
 // Adapter factors of every storage type lie in one pool; an index entry says where and how.
-struct Eight {
-    lo: vec4<f32>,
-    hi: vec4<f32>,
-}
+{% if dtype is not defined %}
+{% include "shared/eight.wgsl" %}
+{% endif %}
 
 struct Factor {
     // First group of A and of B in `pool`, in 16-byte words.
@@ -12,10 +11,6 @@ struct Factor {
     // of B, which the rank counts and A has no row for. Rank 0: no adapter here.
     rank_type: u32,
     scale: f32,
-}
-
-fn decode_bf16(word: vec2<u32>) -> vec4<f32> {
-    return bitcast<vec4<f32>>(vec4<u32>(word.x << 16u, word.x & 0xffff0000u, word.y << 16u, word.y & 0xffff0000u));
 }
 
 // Eight values: group `group` of a matrix that starts at word `base`.

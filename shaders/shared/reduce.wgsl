@@ -12,6 +12,16 @@ fn reduce_max_u32(value: u32, lane: u32) -> u32 {
 fn reduce_min_u32(value: u32, lane: u32) -> u32 {
     return subgroupMin(value);
 }
+// The first lane that says so; one must.
+fn first_lane(mine: bool, lane: u32) -> u32 {
+    let votes = subgroupBallot(mine);
+    {% for word in range((lanes + 31) // 32 - 1) %}
+    if (votes[{{ word }}] != 0u) {
+        return firstTrailingBit(votes[{{ word }}]) + {{ 32 * word }}u;
+    }
+    {% endfor %}
+    return firstTrailingBit(votes[{{ (lanes + 31) // 32 - 1 }}]) + {{ (lanes + 31) // 32 * 32 - 32 }}u;
+}
 fn prefix_sum(value: f32, lane: u32) -> f32 {
     return subgroupExclusiveAdd(value);
 }
@@ -60,6 +70,9 @@ fn reduce_max_u32(value: u32, lane: u32) -> u32 {
 }
 fn reduce_min_u32(value: u32, lane: u32) -> u32 {
     return ~reduce_max_u32(~value, lane);
+}
+fn first_lane(mine: bool, lane: u32) -> u32 {
+    return reduce_min_u32(select(0xffffffffu, lane, mine), lane);
 }
 // Sum over the invocations before this one. Sequential, so that every device adds in the same order.
 fn prefix_sum(value: f32, lane: u32) -> f32 {

@@ -1,14 +1,7 @@
 // Eight consecutive weights of a row, decoded to f32. `at` counts groups of eight from the start of `w`.
-struct Eight {
-    lo: vec4<f32>,
-    hi: vec4<f32>,
-}
+{% include "shared/eight.wgsl" %}
 
 {% if dtype == "bf16" %}
-fn decode_bf16(word: vec2<u32>) -> vec4<f32> {
-    return bitcast<vec4<f32>>(vec4<u32>(word.x << 16u, word.x & 0xffff0000u, word.y << 16u, word.y & 0xffff0000u));
-}
-
 fn load_weight8(at: u32) -> Eight {
     let words = w[at];
     return Eight(decode_bf16(words.xy), decode_bf16(words.zw));

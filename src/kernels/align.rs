@@ -1,4 +1,5 @@
-//! Sorts pairs into buckets of whole tiles: a stable counting sort in four dispatches, without float or ordering atomics.
+//! Sorts pairs into buckets of whole tiles: a stable counting sort in four dispatches, or one for few pairs, without float or
+//! ordering atomics.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
@@ -6,6 +7,8 @@ use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
 use crate::shape::align_capacity;
 
+/// All at once.
+pub static ALIGN_FEW: Kernel = Kernel { stem: "align_few", reads: 1, writes: 2 };
 /// Counts chunk by chunk.
 pub static ALIGN_COUNT: Kernel = Kernel { stem: "align_count", reads: 1, writes: 2 };
 /// Sums over chunks.
@@ -114,6 +117,17 @@ fn chunk(pairs: usize, buckets: usize) -> u32 {
     if chunks <= 64 && chunks * (buckets + 1) <= 1 << 20 { small } else { large }
 }
 
+/// Pairs that are aligned at once at most.
+pub const FEW: usize = 512;
+
+/// The variables of the alignment at once of up to `most` pairs, one of [`FEW_SIZES`].
+pub fn few_vars(most: u32) -> Vars {
+    vec![("lanes", most.min(256).into()), ("most", most.into())]
+}
+
+/// Sizes of the alignment at once.
+pub const FEW_SIZES: [u32; 3] = [64, 128, FEW as u32];
+
 /// The variables of count and scatter.
 pub fn by_chunk(chunk: u32) -> Vars {
     vec![("chunk", chunk.into())]
@@ -130,6 +144,14 @@ impl Align<'_> {
     /// # Errors
     /// More than [`MAX_CONSUMERS`] different column counts, or buffers above the device's limits.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<Aligned> {
+        self.record_as(rec, pass, self.pairs <= FEW)
+    }
+
+    /// The same in one dispatch, for at most [`FEW`] pairs, or in four.
+    ///
+    /// # Errors
+    /// As [`record`](Self::record).
+    pub fn record_as(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, at_once: bool) -> Result<Aligned> {
         let mut columns = self.columns.to_vec();
         columns.sort_unstable();
         columns.dedup();
@@ -172,7 +194,12 @@ impl Align<'_> {
             (&ALIGN_SCAN, scan_vars(), 1),
             (&ALIGN_SCATTER, by_chunk(chunk), self.pairs.div_ceil(64) as u32),
         ];
-        for (kernel, vars, groups) in stages {
+        if at_once {
+            let most = FEW_SIZES.into_iter().find(|most| self.pairs <= *most as usize).unwrap_or(FEW as u32);
+            let pipeline = pipeline(rec.gpu(), &ALIGN_FEW, few_vars(most))?;
+            rec.dispatch(pass, &pipeline, bytes, &buffers, &Grid::Direct([1, 1, 1]));
+        }
+        for (kernel, vars, groups) in stages.into_iter().filter(|_| !at_once) {
             let pipeline = pipeline(rec.gpu(), kernel, vars)?;
             if groups > 0 {
                 rec.dispatch(pass, &pipeline, bytes, &buffers, &Grid::folded(1, groups));

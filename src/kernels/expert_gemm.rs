@@ -73,12 +73,16 @@ pub enum Rows<'a> {
     Tiles(&'a Aligned),
 }
 
+/// Names of selections, as the shaders know them.
+const DENSE: &str = "dense";
+const TILES: &str = "tiles";
+
 impl Rows<'_> {
     pub(crate) fn name(&self) -> &'static str {
         match self {
-            Self::Dense => "dense",
+            Self::Dense => DENSE,
             Self::Pairs(_) => "pairs",
-            Self::Tiles(_) => "tiles",
+            Self::Tiles(_) => TILES,
         }
     }
 
@@ -117,9 +121,12 @@ pub struct ExpertGemm<'a> {
 /// Tile height of a dense product of `rows` rows with `out_rows` columns.
 pub fn dense_tile(caps: &Capabilities, rows: usize, out_rows: usize) -> usize {
     // High tiles with columns of their own make few workgroups of a narrow product: a router would leave a GPU idle.
-    let workgroups = rows.div_ceil(8) * column_tiles(caps, out_rows, 8) as usize;
+    let workgroups = rows.div_ceil(8) * column_tiles(caps, DENSE, out_rows, 8) as usize;
+    // A narrow product reads its weights out of the cache for each row: what counts is how many subgroups share the work.
+    let single = rows * column_tiles(caps, DENSE, out_rows, 1) as usize;
     match rows {
         0..=1 => 1,
+        _ if caps.along_depth && single <= MOST_SINGLE => 1,
         2..=5 => 4,
         _ if caps.along_depth && workgroups < ENOUGH_WORKGROUPS => 4,
         _ => 8,
@@ -129,9 +136,15 @@ pub fn dense_tile(caps: &Capabilities, rows: usize, out_rows: usize) -> usize {
 /// Workgroups that keep a large GPU busy: two for each of its multiprocessors.
 const ENOUGH_WORKGROUPS: usize = 256;
 
-/// Output columns of an invocation (of a subgroup, when its lanes lie along the depth): several share the loads of x.
-fn per_lane(caps: &Capabilities, tile: usize) -> u32 {
+/// Workgroups of rows one by one at most, where lanes lie along the depth.
+const MOST_SINGLE: usize = 2048;
+
+/// Output columns of an invocation (of a subgroup, when its lanes lie along the depth): several share the loads of x. A
+/// dense product of few rows has few columns beside them, and gives each a subgroup.
+fn per_lane(caps: &Capabilities, rows: &str, tile: usize) -> u32 {
     match (along_depth(caps, tile), tile) {
+        (true, 0..4) if rows == DENSE => 1,
+        (true, _) if rows == DENSE => 2,
         (true, _) => 4,
         (false, 0..4) => 1,
         (false, _) => 2,
@@ -168,26 +181,26 @@ pub fn vars(caps: &Capabilities, dtype: DType, rows: &'static str, tile: usize) 
         ("dtype", dtype.name().into()),
         ("rows", rows.into()),
         ("tile", (tile as u32).into()),
-        ("per_lane", per_lane(caps, tile).into()),
+        ("per_lane", per_lane(caps, rows, tile).into()),
         ("lanes", lanes(caps, tile)[0].into()),
         ("depth_lanes", lanes(caps, tile)[1].into()),
         ("carriers", carriers(caps).into()),
     ]
 }
 
-/// Column tiles of a product with `out_rows` rows of weights at tile height `tile`.
-pub fn column_tiles(caps: &Capabilities, out_rows: usize, tile: usize) -> u32 {
+/// Column tiles of a product with `out_rows` rows of weights for `rows` at tile height `tile`.
+fn column_tiles(caps: &Capabilities, rows: &str, out_rows: usize, tile: usize) -> u32 {
     if let Some(cut) = MatrixTile::of(tile) {
         return (out_rows as u32).div_ceil(cut.columns);
     }
     let owners = if along_depth(caps, tile) { SUBGROUPS } else { caps.gemm_lanes };
-    out_rows.div_ceil((owners * per_lane(caps, tile)) as usize) as u32
+    out_rows.div_ceil((owners * per_lane(caps, rows, tile)) as usize) as u32
 }
 
 impl Weights {
     /// Column tiles of every piece, to announce to an alignment.
     pub fn columns(&self, caps: &Capabilities, tile: usize) -> impl Iterator<Item = u32> {
-        self.pieces.iter().map(move |(p, _)| column_tiles(caps, p.rows, tile)).collect::<Vec<_>>().into_iter()
+        self.pieces.iter().map(move |(p, _)| column_tiles(caps, TILES, p.rows, tile)).collect::<Vec<_>>().into_iter()
     }
 }
 
@@ -223,7 +236,7 @@ impl ExpertGemm<'_> {
                 expert_base,
                 sorted_base,
             };
-            let columns = column_tiles(&caps, piece.rows, tile);
+            let columns = column_tiles(&caps, self.select.name(), piece.rows, tile);
             let grid = match self.select {
                 Rows::Tiles(aligned) => aligned.grid(columns)?,
                 _ => Grid::folded(columns, self.rows.div_ceil(tile) as u32),

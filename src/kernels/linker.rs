@@ -79,6 +79,7 @@ macro_rules! sources {
 /// Every WGSL file, by path under `shaders/`.
 const SOURCES: &[(&str, &str)] = sources![
     "shared/rows.wgsl",
+    "shared/eight.wgsl",
     "shared/weights.wgsl",
     "shared/factors.wgsl",
     "shared/reduce.wgsl",
@@ -86,6 +87,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "shared/tiles.wgsl",
     "shared/walk.wgsl",
     "shared/halves.wgsl",
+    "shared/gate.wgsl",
     "shared/gated.wgsl",
     "route.wgsl",
     "count.wgsl",
@@ -93,6 +95,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "localise_quotas.wgsl",
     "localise_copies.wgsl",
     "remap.wgsl",
+    "align_few.wgsl",
     "align_count.wgsl",
     "align_total.wgsl",
     "align_scan.wgsl",
@@ -103,6 +106,9 @@ const SOURCES: &[(&str, &str)] = sources![
     "lora_shrink.wgsl",
     "lora_expand.wgsl",
     "lora_gather.wgsl",
+    "pair_shrink.wgsl",
+    "pair_gemm.wgsl",
+    "down_combine.wgsl",
     "activation.wgsl",
     "activation_pack.wgsl",
     "combine.wgsl",

@@ -57,8 +57,9 @@ pub struct Route<'a> {
     pub status: &'a View,
 }
 
-/// The variables for one rule on one device.
-pub fn vars(caps: &Capabilities, options: &RouteOptions, biased: bool) -> Vars {
+/// The variables for one rule and `experts` experts on one device.
+pub fn vars(caps: &Capabilities, options: &RouteOptions, biased: bool, experts: usize) -> Vars {
+    let values = experts.div_ceil(caps.row_lanes as usize).next_power_of_two() as u32;
     let groups = options.groups > 1;
     vec![
         ("score", if options.score == Score::Sigmoid { "sigmoid" } else { "softmax" }.into()),
@@ -67,6 +68,7 @@ pub fn vars(caps: &Capabilities, options: &RouteOptions, biased: bool) -> Vars {
         ("biased", biased.into()),
         ("groups", groups.into()),
         ("group_score", if options.group_score == GroupScore::TopTwo { "two" } else { "max" }.into()),
+        ("values", values.into()),
         ("lanes", caps.row_lanes.into()),
         ("one_subgroup", caps.one_subgroup.into()),
     ]
@@ -84,7 +86,7 @@ impl Route<'_> {
             let message = format!("route: {} of {} experts in {groups} groups", self.top_k, self.experts);
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
-        let vars = vars(rec.gpu().capabilities(), self.options, self.bias.is_some());
+        let vars = vars(rec.gpu().capabilities(), self.options, self.bias.is_some(), self.experts);
         let pipeline = pipeline(rec.gpu(), &ROUTE, vars)?;
         let params = RouteParams {
             tokens: self.tokens as u32,

@@ -7,12 +7,12 @@ use crate::dtype::DType;
 use crate::gpu::Tier;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
-    activation, align, attention, combine, count, embed, expert_gemm, expert_gemm_matrix, localise, lora, lora_gather,
-    norm, pack, random, rate, remap, rope, route, sample, stream,
+    activation, align, attention, combine, count, down_combine, embed, expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, norm, pack, pair_gemm, pair_shrink, random, rate, remap, rope, route, sample, stream,
 };
 use crate::plan::capabilities::Capabilities;
 use crate::plan::classes::classes;
 use crate::plan::matrix::TILES;
+use crate::plan::rows::FEW_TILE;
 use crate::router::{GroupScore, RouteOptions, Score};
 
 /// Storage types of weights.
@@ -22,6 +22,9 @@ const DENSE: [(&str, usize); 3] = [("dense", 1), ("dense", 4), ("dense", 8)];
 const PAIRS: [(&str, usize); 4] = [("pairs", 1), ("tiles", 1), ("tiles", 4), ("tiles", 8)];
 /// Widths of a head that give different attention variants.
 const HEAD_DIMS: [usize; 5] = [24, 32, 64, 128, 256];
+
+/// Numbers of experts that give different routings: from one a lane to more than any known model has.
+const EXPERTS: [usize; 6] = [16, 32, 64, 128, 256, 512];
 
 const ACTIVATIONS: [Activation; 4] = [
     Activation::Silu,
@@ -72,6 +75,9 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
         all.push((&align::ALIGN_COUNT, align::by_chunk(chunk)));
         all.push((&align::ALIGN_SCATTER, align::by_chunk(chunk)));
     }
+    for most in align::FEW_SIZES {
+        all.push((&align::ALIGN_FEW, align::few_vars(most)));
+    }
     all.push((&align::ALIGN_TOTAL, Vars::new()));
     all.push((&align::ALIGN_SCAN, align::scan_vars()));
     for dtype in DTYPES {
@@ -80,6 +86,9 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
         }
         all.push((&embed::EMBED, embed::vars(dtype)));
         all.push((&random::RANDOM, random::vars(dtype)));
+    }
+    if caps.along_depth {
+        few_variants(caps, &mut all);
     }
     if caps.matrix {
         matrix_variants(caps, &mut all);
@@ -117,11 +126,34 @@ fn routes(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
         for (groups, group_score) in [(1, GroupScore::Max), (4, GroupScore::Max), (4, GroupScore::TopTwo)] {
             for biased in [false, true] {
                 let options = RouteOptions { score, groups, group_score, ..RouteOptions::default() };
-                all.push((&route::ROUTE, route::vars(caps, &options, biased)));
+                for experts in EXPERTS {
+                    let variant = (&route::ROUTE, route::vars(caps, &options, biased, experts));
+                    if !all.contains(&variant) {
+                        all.push(variant);
+                    }
+                }
             }
         }
     }
     all
+}
+
+/// Those of few pairs.
+fn few_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
+    let lanes = caps.row_lanes as usize;
+    for in_dim in [3 * 8 * lanes, 4 * 8 * lanes] {
+        all.push((&pair_shrink::PAIR_SHRINK, pair_shrink::vars(caps, in_dim)));
+        for (dtype, lora) in DTYPES.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
+            all.push((&down_combine::DOWN_COMBINE, down_combine::vars(caps, dtype, lora, in_dim)));
+            let kinds = ACTIVATIONS.into_iter().filter(|kind| kind.gated()).map(Some).chain([None]);
+            for kind in kinds {
+                for (rows, tile) in [("pairs", 1), ("tiles", FEW_TILE)] {
+                    let vars = pair_gemm::vars(caps, dtype, rows, tile, kind, lora, in_dim);
+                    all.push((&pair_gemm::PAIR_GEMM, vars));
+                }
+            }
+        }
+    }
 }
 
 fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {

@@ -68,25 +68,15 @@ impl MoeLayer {
             _ => routed.topk_ids.clone(),
         };
 
+        if let Some(few) = self.few(rec, t) {
+            return self.few_pairs(rec, pass, t, routed, &ids, few);
+        }
+
         // Virtual ids, then tiles of both streams.
         let adapters = match t.lora {
             None => None,
             Some((batch, sites, factors)) => {
-                let virtual_topk_ids = rec.scratch("virtual_topk_ids", (pairs * 4) as u64)?;
-                let lora_mask = rec.scratch("lora_mask", (t.tokens * 4) as u64)?;
-                Remap {
-                    pairs,
-                    top_k: a,
-                    experts: self.experts,
-                    slots: batch.slots,
-                    no_adapter: NoAdapter::Skip,
-                    topk_ids: &ids,
-                    token_lora_mapping: &batch.token_lora_mapping,
-                    virtual_topk_ids: &virtual_topk_ids,
-                    lora_mask: &lora_mask,
-                    status: t.status,
-                }
-                .record(rec, pass)?;
+                let virtual_topk_ids = self.remap(rec, pass, t, &ids, batch)?;
                 let aligned = self.align_virtual(rec, pass, &caps, pairs, &virtual_topk_ids, batch, sites)?;
                 Some((virtual_topk_ids, aligned, batch, sites, factors))
             }
@@ -157,6 +147,34 @@ impl MoeLayer {
             accumulate: t.accumulate,
         }
         .record(rec, pass)
+    }
+
+    /// Virtual ids of `ids`, and what the status says of them.
+    pub(super) fn remap(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        t: &MoeTensors<'_>,
+        ids: &View,
+        batch: &LoraBatch,
+    ) -> Result<View> {
+        let pairs = t.tokens * self.shape.top_k;
+        let virtual_topk_ids = rec.scratch("virtual_topk_ids", (pairs * 4) as u64)?;
+        let lora_mask = rec.scratch("lora_mask", (t.tokens * 4) as u64)?;
+        Remap {
+            pairs,
+            top_k: self.shape.top_k,
+            experts: self.experts,
+            slots: batch.slots,
+            no_adapter: NoAdapter::Skip,
+            topk_ids: ids,
+            token_lora_mapping: &batch.token_lora_mapping,
+            virtual_topk_ids: &virtual_topk_ids,
+            lora_mask: &lora_mask,
+            status: t.status,
+        }
+        .record(rec, pass)?;
+        Ok(virtual_topk_ids)
     }
 
     /// Tiles of the base stream, or `None` when pairs go one by one.

@@ -23,6 +23,42 @@ pub fn adapter_tile(caps: &Capabilities, pairs: usize, matrices: usize) -> Optio
     tile(pairs, matrices).map(|tile| if caps.along_depth { tile.min(4) } else { tile })
 }
 
+/// How few pairs meet their experts, a row of the weights a subgroup.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Few {
+    /// One by one: hardly two share an expert.
+    Single,
+    /// In tiles of this height, so that pairs share what is read.
+    Tiles(usize),
+}
+
+/// The tile height of few pairs.
+pub const FEW_TILE: usize = 4;
+
+/// Pairs that are few at most.
+pub const MOST_FEW: usize = 512;
+
+/// Whether `tokens` tokens with `top_k` pairs each are few for `experts` experts, and how they then meet them. Only where a
+/// subgroup reads a row together.
+pub fn few(caps: &Capabilities, tokens: usize, top_k: usize, experts: usize) -> Option<Few> {
+    let pairs = tokens * top_k;
+    if !caps.along_depth || pairs > MOST_FEW.min(5 * experts / 2) {
+        return None;
+    }
+    // The experts of a single token differ.
+    let single = tokens <= 1 || pairs <= experts / 2;
+    Some(if single { Few::Single } else { Few::Tiles(FEW_TILE) })
+}
+
+/// Subgroups of a workgroup whose lanes lie along the depth.
+pub const SUBGROUPS: u32 = 4;
+
+/// Loads of a row that a lane has on the way at once, for rows of `in_dim` columns: as many as share the row evenly.
+pub fn steps(caps: &Capabilities, in_dim: usize) -> u32 {
+    let loads = in_dim.div_ceil(8 * caps.row_lanes as usize);
+    if loads.is_multiple_of(3) && !loads.is_multiple_of(4) { 3 } else { 4 }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -34,5 +70,19 @@ mod tests {
         assert_eq!(tile(32, 16), Some(4));
         assert_eq!(tile(192, 16), Some(8));
         assert_eq!(tile(5, 0), Some(4));
+    }
+
+    #[test]
+    fn few_pairs_meet_experts_one_by_one_until_they_share_them() {
+        let info = crate::plan::classes::classes().into_iter();
+        for caps in info {
+            let got = [1, 4, 16, 1000].map(|tokens| few(&caps, tokens, 8, 128));
+            if caps.along_depth {
+                assert_eq!(got, [Some(Few::Single), Some(Few::Single), Some(Few::Tiles(FEW_TILE)), None]);
+                assert_eq!(few(&caps, 1, 8, 8), Some(Few::Single), "the experts of a token differ");
+            } else {
+                assert_eq!(got, [None; 4]);
+            }
+        }
     }
 }

@@ -1,0 +1,126 @@
+//! The first half of the adapters of few pairs, one by one.
+
+use crate::error::Result;
+use crate::kernels::linker::{Kernel, Vars, pipeline};
+use crate::kernels::lora::{Factors, LoraSite};
+use crate::kernels::params::params;
+use crate::kernels::{Grid, Recording, View};
+use crate::plan::capabilities::Capabilities;
+use crate::plan::rows;
+
+/// The shader.
+pub static PAIR_SHRINK: Kernel = Kernel { stem: "pair_shrink", reads: 5, writes: 2 };
+
+params! {
+    /// Sizes of one shrink.
+    PairShrinkParams {
+        /// P.
+        rows: u32,
+        /// Pairs that share a row of x.
+        row_div: u32,
+        /// Row of x in vec4.
+        x_stride: u32,
+        /// Groups of eight in a row of A.
+        groups: u32,
+        /// First entry of the site in the index.
+        index_base: u32,
+        /// Projections of the site.
+        projections: u32,
+        /// Rank that u has room for.
+        max_rank: u32,
+        /// A.
+        top_k: u32,
+        /// E_l.
+        experts: u32,
+        /// L.
+        slots: u32,
+        /// Padding.
+        pad0: u32,
+        /// Padding.
+        pad1: u32,
+    }
+}
+
+/// Semantics: `u[p] = s · A · x[p / row_div]` for each projection, with the factors of pair p's expert and its token's slot,
+/// and beside it where B is. Pairs without factors are marked as such.
+pub struct PairShrink<'a> {
+    /// P.
+    pub rows: usize,
+    /// Pairs that share a row of x.
+    pub row_div: usize,
+    /// A: pairs of a token.
+    pub top_k: usize,
+    /// E_l.
+    pub experts: usize,
+    /// L.
+    pub slots: usize,
+    /// Largest rank among the adapters of this batch, a bias counted.
+    pub max_rank: usize,
+    /// The site.
+    pub site: &'a LoraSite,
+    /// The layer's factors.
+    pub factors: &'a Factors,
+    /// f32 `[rows / row_div, in]`.
+    pub x: &'a View,
+    /// i32 `[P]`, local.
+    pub ids: &'a View,
+    /// i32 `[T]`: slot, negative for none.
+    pub token_lora_mapping: &'a View,
+    /// u32 `[1]`: bit 1 for a slot past L, bit 2 for an id past E_l.
+    pub status: &'a View,
+}
+
+/// What a [`PairShrink`] leaves for the products.
+#[derive(Debug, Clone)]
+pub struct Shrunk {
+    /// u32 `[P, projections, 4 + max_rank]`.
+    pub u: View,
+    /// Rank that u has room for: a multiple of 8.
+    pub max_rank: usize,
+    /// The factors.
+    pub pool: View,
+}
+
+/// The variables for rows of `in_dim` columns.
+pub fn vars(caps: &Capabilities, in_dim: usize) -> Vars {
+    vec![
+        // A row of A is all that a subgroup reads: as much of it at once as registers hold.
+        ("steps", (2 * rows::steps(caps, in_dim)).into()),
+        ("lanes", (rows::SUBGROUPS * caps.row_lanes).into()),
+        ("depth_lanes", caps.row_lanes.into()),
+    ]
+}
+
+impl PairShrink<'_> {
+    /// Records the stage.
+    ///
+    /// # Errors
+    /// When the device refuses the shader or has no room for u.
+    pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<Shrunk> {
+        let projections = self.site.out_dims.len();
+        let max_rank = self.max_rank.next_multiple_of(8);
+        let u = rec.scratch("lora u", (self.rows * projections * (max_rank + 4) * 4) as u64)?;
+        let vars = vars(rec.gpu().capabilities(), self.site.in_dim);
+        let pipeline = pipeline(rec.gpu(), &PAIR_SHRINK, vars)?;
+        let params = PairShrinkParams {
+            rows: self.rows as u32,
+            row_div: self.row_div as u32,
+            x_stride: (self.site.in_dim / 4) as u32,
+            groups: (self.site.in_dim / 8) as u32,
+            index_base: self.site.index_base as u32,
+            projections: projections as u32,
+            max_rank: max_rank as u32,
+            top_k: self.top_k as u32,
+            experts: self.experts as u32,
+            slots: self.slots as u32,
+            pad0: 0,
+            pad1: 0,
+        };
+        let Factors { pool, index, .. } = self.factors;
+        let buffers = [self.x, pool, index, self.ids, self.token_lora_mapping, &u, self.status];
+        let row_tiles = (projections * max_rank).div_ceil(rows::SUBGROUPS as usize);
+        let grid = Grid::Direct([self.rows as u32, row_tiles as u32, 1]);
+        rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
+        Ok(Shrunk { u, max_rank, pool: pool.clone() })
+    }
+}

@@ -1,0 +1,101 @@
+//! The experts of few pairs: what a step of decoding does. Few dispatches, each with all the work that its operands allow.
+
+use crate::error::Result;
+use crate::kernels::align::Align;
+use crate::kernels::combine::Combine;
+use crate::kernels::down_combine::DownCombine;
+use crate::kernels::expert_gemm::Rows;
+use crate::kernels::lora::LoraSite;
+use crate::kernels::pair_gemm::{self, PairGemm};
+use crate::kernels::pair_shrink::PairShrink;
+use crate::kernels::{Recording, View};
+use crate::layer::{MoeLayer, MoeTensors, Routed};
+use crate::plan::rows::{self, Few};
+
+impl MoeLayer {
+    /// How this layer takes the tokens of `t`, where they are few.
+    pub(super) fn few(&self, rec: &Recording, t: &MoeTensors<'_>) -> Option<Few> {
+        let few = rows::few(rec.gpu().capabilities(), t.tokens, self.shape.top_k, self.experts)?;
+        pair_gemm::gated(&self.gate_up).then_some(few)
+    }
+
+    /// Records the experts of few pairs; `ids` are those of this rank.
+    pub(super) fn few_pairs(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        t: &MoeTensors<'_>,
+        routed: &Routed,
+        ids: &View,
+        few: Few,
+    ) -> Result<()> {
+        let (top_k, d, f) = (self.shape.top_k, self.shape.hidden, self.width);
+        let rows = t.tokens * top_k;
+        let adapted =
+            |site: &LoraSite| t.lora.is_some_and(|(batch, _, factors)| batch.max_rank > 0 && factors.any(site));
+        if let Some((batch, sites, _)) = t.lora
+            && !adapted(&sites.gate_up)
+            && !adapted(&sites.down)
+        {
+            // Nothing is shrunk, which would leave the status.
+            self.remap(rec, pass, t, ids, batch)?;
+        }
+        let aligned = match few {
+            Few::Single => None,
+            Few::Tiles(tile) => {
+                let (label, work_label) = ("expert tiles", "align work");
+                let align = Align { pairs: rows, buckets: self.experts, tile, label, work_label, ids, columns: &[] };
+                Some(align.record(rec, pass)?)
+            }
+        };
+        let select = aligned.as_ref().map_or(Rows::Pairs(ids), Rows::Tiles);
+        let shrunk = |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, down: bool, x: &View| {
+            let Some((batch, sites, factors)) = t.lora else { return Ok(None) };
+            let site = if down { &sites.down } else { &sites.gate_up };
+            if !adapted(site) {
+                return Ok(None);
+            }
+            PairShrink {
+                rows,
+                row_div: if down { 1 } else { top_k },
+                top_k,
+                experts: self.experts,
+                slots: batch.slots,
+                max_rank: batch.max_rank,
+                site,
+                factors,
+                x,
+                ids,
+                token_lora_mapping: &batch.token_lora_mapping,
+                status: t.status,
+            }
+            .record(rec, pass)
+            .map(Some)
+        };
+
+        let h = rec.scratch("expert h", (rows * f * 4) as u64)?;
+        let adapters = shrunk(rec, pass, false, t.x)?;
+        PairGemm {
+            rows,
+            row_div: top_k,
+            select,
+            x: t.x,
+            weights: &self.gate_up,
+            activation: Some(self.activation),
+            adapters: adapters.as_ref(),
+            y: &h,
+        }
+        .record(rec, pass)?;
+
+        let adapters = shrunk(rec, pass, true, &h)?;
+        let (tokens, out, accumulate, topk_weights) = (t.tokens, t.out, t.accumulate, &routed.topk_weights);
+        let (weights, adapters) = (&self.down, adapters.as_ref());
+        if aligned.is_none() {
+            return DownCombine { tokens, top_k, h: &h, weights, ids, topk_weights, adapters, out, accumulate }
+                .record(rec, pass);
+        }
+        let y = rec.scratch("expert y", (rows * d * 4) as u64)?;
+        PairGemm { rows, row_div: 1, select, x: &h, weights, activation: None, adapters, y: &y }.record(rec, pass)?;
+        Combine { tokens, top_k, hidden: d, y: &y, topk_weights, ids, out, accumulate }.record(rec, pass)
+    }
+}

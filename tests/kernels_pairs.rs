@@ -1,0 +1,328 @@
+//! The stages of few pairs on the device against the oracle: products with adapters and activation inside, and the weighted
+//! sum, wherever the lanes of a device can lie along the depth.
+
+mod common;
+#[path = "common/device.rs"]
+mod device;
+#[path = "common/gpu_run.rs"]
+mod gpu_run;
+
+use common::{Rng, Routing, TOL_F32, UNWRITTEN_F32, each_case, rel_err};
+use gpu_run::{Output, run, upload, weights};
+use wgmoe::Gpu;
+use wgmoe::activation::Activation;
+use wgmoe::dtype::DType;
+use wgmoe::kernels::align::Align;
+use wgmoe::kernels::down_combine::DownCombine;
+use wgmoe::kernels::expert_gemm::Rows;
+use wgmoe::kernels::lora::{Factors, LoraSite};
+use wgmoe::kernels::pair_gemm::{self, PairGemm};
+use wgmoe::kernels::pair_shrink::PairShrink;
+use wgmoe::plan::rows::FEW_TILE;
+use wgmoe::reference;
+use wgmoe::router::{NoAdapter, STATUS_ID, STATUS_SLOT};
+
+const CLAMPED: Activation = Activation::SwigluClamped { alpha: 1.702, limit: 7.0 };
+
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    dtype: DType,
+    activation: Activation,
+    tokens: usize,
+    top_k: usize,
+    experts: usize,
+    hidden: usize,
+    width: usize,
+    tiles: bool,
+    /// Experts of a binding of gate and up; rows of a binding of down.
+    cut: Option<[usize; 2]>,
+    /// Rank, type and bias of each slot; none: no adapters.
+    slots: &'static [(usize, DType, bool)],
+    accumulate: bool,
+}
+
+const MIXED: &[(usize, DType, bool)] =
+    &[(8, DType::F16, false), (17, DType::Bf16, true), (0, DType::F32, false), (3, DType::F32, false)];
+
+const CASE: Case = Case {
+    dtype: DType::Bf16,
+    activation: Activation::Silu,
+    tokens: 3,
+    top_k: 3,
+    experts: 5,
+    hidden: 72,
+    width: 40,
+    tiles: false,
+    cut: None,
+    slots: MIXED,
+    accumulate: false,
+};
+
+/// One (slot, expert, projection) as the oracle sees it.
+struct Held {
+    rank: usize,
+    scale: f32,
+    a: Vec<f32>,
+    b: Vec<f32>,
+    bias: Option<Vec<f32>>,
+}
+
+/// 16-byte words of a matrix with rows padded to eight columns.
+fn place(pool: &mut Vec<u8>, dtype: DType, values: &[f32], cols: usize) -> (u32, Vec<f32>) {
+    let at = pool.len() / 16;
+    let mut decoded = Vec::new();
+    for row in values.chunks(cols) {
+        let bytes = dtype.encode(row);
+        decoded.extend(dtype.decode(&bytes));
+        pool.extend_from_slice(&bytes);
+        pool.resize(pool.len() + (cols.next_multiple_of(8) - cols) * dtype.size(), 0);
+    }
+    (at as u32, decoded)
+}
+
+/// Entries of a site, and what the oracle looks up at (virtual expert · projections + projection).
+fn site(
+    case: &Case,
+    rng: &mut Rng,
+    pool: &mut Vec<u8>,
+    index: &mut Vec<[u32; 4]>,
+    down: bool,
+) -> (LoraSite, Vec<Held>) {
+    let (outs, inner) = if down { (vec![case.hidden], case.width) } else { (vec![case.width; 2], case.hidden) };
+    // Entries of another site, which would do damage if they were used.
+    let index_base = index.len() + 3;
+    index.resize(index_base, [7, 9, 5, f32::NAN.to_bits()]);
+    let mut held = Vec::new();
+    for (slot, (rank, dtype, biased)) in case.slots.iter().enumerate() {
+        for expert in 0..case.experts {
+            for (projection, out) in outs.iter().enumerate() {
+                // An expert, and a projection, that an adapter leaves out.
+                let rank = if slot == 1 && (expert == 1 || expert == 2 && projection == 1) { 0 } else { *rank };
+                let biased = *biased && rank > 0;
+                let (a, a_values) = place(pool, *dtype, &rng.floats(rank * inner), inner);
+                let columns = rank + usize::from(biased);
+                let (b, stored) = place(pool, *dtype, &rng.floats(out * columns), columns.max(1));
+                let rows = || stored.chunks(columns.max(1));
+                let b_values = rows().flat_map(|row| &row[..rank]).copied().collect();
+                let bias = biased.then(|| rows().map(|row| row[rank]).collect());
+                let scale = 0.25 + held.len() as f32 / 64.0;
+                let kind = [DType::F32, DType::F16, DType::Bf16].iter().position(|d| d == dtype).unwrap() as u32;
+                index.push([a, b, columns as u32 | kind << 16 | u32::from(biased) << 24, scale.to_bits()]);
+                held.push(Held { rank, scale, a: a_values, b: b_values, bias });
+            }
+        }
+    }
+    (LoraSite { index_base, out_dims: outs, in_dim: inner }, held)
+}
+
+/// `y[p] = W x + adapter` of one projection; W is `[E, out, in]`.
+#[allow(clippy::too_many_arguments, reason = "the operands of a product with adapters")]
+fn product(
+    x: &[f32],
+    w: &[f32],
+    ids: &[i32],
+    virtual_ids: &[i32],
+    row_div: usize,
+    [out, inner]: [usize; 2],
+    held: &[Held],
+    [projections, projection]: [usize; 2],
+) -> Vec<f32> {
+    let mut y = vec![UNWRITTEN_F32; ids.len() * out];
+    reference::expert_gemm(x, w, ids, row_div, out, inner, &mut y);
+    let factors = |v: usize| {
+        let f = held.get(v * projections + projection)?;
+        Some(reference::Factors { rank: f.rank, scale: f.scale, a: &f.a, b: &f.b, bias: f.bias.as_deref() })
+    };
+    reference::lora(x, row_div, virtual_ids, &factors, out, inner, &mut y, out, 0);
+    y
+}
+
+/// Compares rows of pairs with an expert; the others must not have been written.
+fn compare(what: &str, got: &[f32], expected: &[f32], ids: &[i32]) -> Result<(), String> {
+    let columns = got.len() / ids.len();
+    let rows = |values: &[f32]| -> Vec<f32> {
+        let held = ids.iter().enumerate().filter(|(_, id)| **id >= 0);
+        held.flat_map(|(p, _)| values[p * columns..(p + 1) * columns].to_vec()).collect()
+    };
+    let off = rel_err(&rows(got), &rows(expected));
+    if off > TOL_F32 {
+        return Err(format!("{what}: off by {off}"));
+    }
+    for p in (0..ids.len()).filter(|p| ids[*p] < 0) {
+        if got[p * columns..(p + 1) * columns].iter().any(|v| v.to_bits() != UNWRITTEN_F32.to_bits()) {
+            return Err(format!("{what}: row {p} was written"));
+        }
+    }
+    Ok(())
+}
+
+fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
+    let Case { dtype, activation, tokens, top_k, experts, hidden: d, width: f, slots, accumulate, .. } = *case;
+    let (pairs, mut rng) = (tokens * top_k, Rng::new(91));
+    let mut given = Routing::Zipf(1.5).ids(tokens, top_k, experts, &mut rng);
+    for (i, p) in (2..pairs).step_by(5).enumerate() {
+        given[p] = [-1, i32::MIN, experts as i32, i32::MAX][i % 4];
+    }
+    let ids: Vec<i32> = given.iter().map(|id| if (0..experts as i32).contains(id) { *id } else { -1 }).collect();
+    // Every slot, none, and one that does not exist.
+    let mapping: Vec<i32> = (0..tokens).map(|t| (t % (slots.len() + 2)) as i32 - 1).collect();
+    let remapped = reference::remap(&given, &mapping, top_k, experts, slots.len(), NoAdapter::Skip);
+    let lora = !slots.is_empty();
+    let virtual_ids = if lora { remapped.virtual_topk_ids } else { vec![-1; pairs] };
+
+    let mut x = rng.floats(tokens * d);
+    for t in 0..tokens {
+        if ids[t * top_k..(t + 1) * top_k].iter().all(|id| *id < 0) {
+            x[t * d..(t + 1) * d].fill(f32::NAN);
+        }
+    }
+    let limit = |rows: usize, cols: usize| (rows * cols * dtype.size()) as u64;
+    let values: Vec<f32> = rng.floats(experts * 2 * f * d).iter().map(|v| v * 0.3).collect();
+    let gate_up_limit = case.cut.map_or(u64::MAX, |[count, _]| limit(count * 2 * f, d));
+    let (gate_up, decoded) = weights(gpu, dtype, [experts, 2 * f, d], &values, gate_up_limit);
+    assert!(pair_gemm::gated(&gate_up));
+    let down_limit = case.cut.map_or(u64::MAX, |[_, rows]| limit(rows, f));
+    let (down, down_decoded) = weights(gpu, dtype, [experts, d, f], &rng.floats(experts * d * f), down_limit);
+    let topk_weights: Vec<f32> = (0..pairs).map(|p| if ids[p] < 0 { f32::NAN } else { rng.unit() as f32 }).collect();
+    let before = if accumulate { rng.floats(tokens * d) } else { vec![UNWRITTEN_F32; tokens * d] };
+    let (mut pool, mut index) = (vec![0xffu8; 48], Vec::new());
+    let (first_site, first_held) = site(case, &mut rng, &mut pool, &mut index, false);
+    let (second_site, second_held) = site(case, &mut rng, &mut pool, &mut index, true);
+    let factors = Factors { pool: upload(gpu, &pool), index: upload(gpu, &index), empty: Vec::new() };
+
+    // The oracle.
+    let interleaved = activation.interleaved();
+    let half = |which: usize| {
+        let rows = decoded.chunks(d).enumerate();
+        let of = |r: usize| if interleaved { r % 2 == which } else { (r % (2 * f)) / f == which };
+        let w: Vec<f32> = rows.filter(|(r, _)| of(*r)).flat_map(|(_, row)| row.to_vec()).collect();
+        product(&x, &w, &ids, &virtual_ids, top_k, [f, d], &first_held, [2, which])
+    };
+    let (gate, up) = (half(0), half(1));
+    let mut both = Vec::new();
+    for (gate, up) in gate.chunks(f).zip(up.chunks(f)) {
+        if interleaved {
+            both.extend(gate.iter().zip(up).flat_map(|(g, u)| [*g, *u]));
+        } else {
+            both.extend([gate, up].concat());
+        }
+    }
+    let mut expected_h = vec![UNWRITTEN_F32; pairs * f];
+    reference::activation(&both, &ids, f, activation, &mut expected_h);
+    let expected_y = product(&expected_h, &down_decoded, &ids, &virtual_ids, 1, [d, f], &second_held, [1, 0]);
+    let mut expected = before.clone();
+    reference::combine(&expected_y, &topk_weights, &ids, top_k, d, &mut expected, accumulate);
+
+    // The device.
+    let [x, h, y] = [
+        Output::of(gpu, &x, UNWRITTEN_F32),
+        Output::new(gpu, pairs * f, UNWRITTEN_F32),
+        Output::new(gpu, pairs * d, UNWRITTEN_F32),
+    ];
+    let (out, status) = (Output::of(gpu, &before, UNWRITTEN_F32), Output::new(gpu, 1, 0u32));
+    let (ids_view, mapping, topk_weights) = (upload(gpu, &given), upload(gpu, &mapping), upload(gpu, &topk_weights));
+    let max_rank = slots.iter().map(|(rank, _, biased)| rank + usize::from(*biased)).max().unwrap_or(0);
+    run(gpu, |rec, pass| {
+        let words = pairs * 2 * (max_rank.next_multiple_of(8) + 4) + 64;
+        let u = rec.scratch("lora u", words as u64 * 4)?;
+        gpu.queue().write_buffer(&u.buffer, 0, &vec![0xff; words * 4]);
+        let aligned = if case.tiles {
+            let (label, work_label) = ("tiles", "work");
+            let align =
+                Align { pairs, buckets: experts, tile: FEW_TILE, label, work_label, ids: &ids_view, columns: &[] };
+            Some(align.record(rec, pass)?)
+        } else {
+            None
+        };
+        let select = aligned.as_ref().map_or(Rows::Pairs(&ids_view), Rows::Tiles);
+        let shrink = |down: bool, x| PairShrink {
+            rows: pairs,
+            row_div: if down { 1 } else { top_k },
+            top_k,
+            experts,
+            slots: slots.len(),
+            max_rank,
+            site: if down { &second_site } else { &first_site },
+            factors: &factors,
+            x,
+            ids: &ids_view,
+            token_lora_mapping: &mapping,
+            status: &status.view,
+        };
+        let shrunk = if lora { Some(shrink(false, &x.view).record(rec, pass)?) } else { None };
+        PairGemm {
+            rows: pairs,
+            row_div: top_k,
+            select,
+            x: &x.view,
+            weights: &gate_up,
+            activation: Some(activation),
+            adapters: shrunk.as_ref(),
+            y: &h.view,
+        }
+        .record(rec, pass)?;
+        let shrunk = if lora { Some(shrink(true, &h.view).record(rec, pass)?) } else { None };
+        let (weights, adapters) = (&down, shrunk.as_ref());
+        DownCombine {
+            tokens,
+            top_k,
+            h: &h.view,
+            weights,
+            ids: &ids_view,
+            topk_weights: &topk_weights,
+            adapters,
+            out: &out.view,
+            accumulate,
+        }
+        .record(rec, pass)?;
+        PairGemm { rows: pairs, row_div: 1, select, x: &h.view, weights, activation: None, adapters, y: &y.view }
+            .record(rec, pass)
+    });
+    compare("h", &h.read(gpu), &expected_h, &ids)?;
+    compare("y", &y.read(gpu), &expected_y, &ids)?;
+    compare("out", &out.read(gpu), &expected, &vec![0; tokens])?;
+    // As `remap` has it: without adapters nobody looks.
+    let owed = if lora { remapped.status } else { 0 };
+    assert!(!lora || tokens < 7 || owed == STATUS_SLOT | STATUS_ID);
+    if status.read(gpu)[0] == owed { Ok(()) } else { Err(format!("status {}, expected {owed}", status.read(gpu)[0])) }
+}
+
+/// Devices whose lanes lie along the depth.
+fn devices() -> Vec<Gpu> {
+    device::every_variant().into_iter().filter(|gpu| gpu.capabilities().along_depth).collect()
+}
+
+#[test]
+fn few_pairs_with_mixed_adapters_equal_the_oracle() {
+    let mut cases = Vec::new();
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        for activation in [Activation::Silu, Activation::Gelu, CLAMPED] {
+            for (tokens, tiles) in [(1, false), (3, false), (7, false), (13, true)] {
+                for slots in [MIXED, &[]] {
+                    cases.push(Case { dtype, activation, tokens, tiles, slots, accumulate: tokens == 3, ..CASE });
+                }
+            }
+        }
+    }
+    for gpu in devices() {
+        each_case(&cases, |case| check(&gpu, case));
+    }
+}
+
+#[test]
+fn few_pairs_take_any_widths_and_cuts() {
+    let mut cases = Vec::new();
+    for (hidden, width) in [(8, 8), (16, 264), (256, 24), (200, 136)] {
+        for cut in [None, Some([2, 13]), Some([1, 5])] {
+            for tiles in [false, true] {
+                cases.push(Case { hidden, width, cut, tiles, tokens: 9, accumulate: cut.is_none(), ..CASE });
+            }
+        }
+    }
+    // One choice, and more experts than lanes.
+    cases.push(Case { top_k: 1, ..CASE });
+    cases.push(Case { top_k: 11, experts: 40, tokens: 2, ..CASE });
+    for gpu in devices() {
+        each_case(&cases, |case| check(&gpu, case));
+    }
+}
