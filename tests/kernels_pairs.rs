@@ -295,12 +295,11 @@ fn devices() -> Vec<Gpu> {
 #[test]
 fn few_pairs_with_mixed_adapters_equal_the_oracle() {
     let mut cases = Vec::new();
-    for dtype in [DType::F32, DType::F16, DType::Bf16] {
-        for activation in [Activation::Silu, Activation::Gelu, CLAMPED] {
-            for (tokens, tiles) in [(1, false), (3, false), (7, false), (13, true)] {
-                for slots in [MIXED, &[]] {
-                    cases.push(Case { dtype, activation, tokens, tiles, slots, accumulate: tokens == 3, ..CASE });
-                }
+    let kinds = [(DType::F32, Activation::Gelu), (DType::F16, CLAMPED), (DType::Bf16, Activation::Silu)];
+    for (dtype, activation) in kinds {
+        for (tokens, tiles) in [(1, false), (7, false), (13, true)] {
+            for slots in [MIXED, &[]] {
+                cases.push(Case { dtype, activation, tokens, tiles, slots, accumulate: tokens == 7, ..CASE });
             }
         }
     }
@@ -312,15 +311,15 @@ fn few_pairs_with_mixed_adapters_equal_the_oracle() {
 #[test]
 fn few_pairs_take_any_widths_and_cuts() {
     let mut cases = Vec::new();
-    for (hidden, width) in [(8, 8), (16, 264), (256, 24), (200, 136)] {
-        for cut in [None, Some([2, 13]), Some([1, 5])] {
+    for (hidden, width) in [(8, 8), (16, 264), (200, 136)] {
+        for cut in [None, Some([2, 13])] {
             for tiles in [false, true] {
                 cases.push(Case { hidden, width, cut, tiles, tokens: 9, accumulate: cut.is_none(), ..CASE });
             }
         }
     }
     // One choice, and more experts than lanes.
-    cases.push(Case { top_k: 1, ..CASE });
+    cases.push(Case { top_k: 1, cut: Some([1, 5]), ..CASE });
     cases.push(Case { top_k: 11, experts: 40, tokens: 2, ..CASE });
     for gpu in devices() {
         each_case(&cases, |case| check(&gpu, case));

@@ -1,4 +1,5 @@
 // Adapter factors of every storage type lie in one pool; an index entry says where and how.
+{# Beside `weights.wgsl`, which has a `dtype`, it is there already. #}
 {% if dtype is not defined %}
 {% include "shared/eight.wgsl" %}
 {% endif %}
