@@ -66,6 +66,7 @@ fn main(
         if (!held(id)) {
             continue;
         }
+        let weight = topk_weights[pair];
         let first_row = (u32(id) - params.first) * params.out_rows;
         {% for j in range(per_lane) %}
         var part{{ j }} = 0.0;
@@ -87,7 +88,7 @@ fn main(
             {% endfor %}
         }
         {% for j in range(per_lane) %}
-        sum{{ j }} = sum{{ j }} + topk_weights[pair] * part{{ j }};
+        sum{{ j }} = sum{{ j }} + weight * part{{ j }};
         {% endfor %}
     }
 
