@@ -13,7 +13,8 @@ use wgmoe::kernels::linker::{Kernel, Vars, label, render};
 use wgmoe::kernels::params::Params;
 use wgmoe::kernels::variants::variants;
 use wgmoe::kernels::{
-    activation, align, attention, combine, count, down_combine, embed, expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, norm, pack, pair_gemm, pair_shrink, random, rate, remap, rope, route, sample, stream,
+    activation, align, attention, combine, count, down_combine, embed, expert_gemm, expert_gemm_matrix, localise, lora,
+    lora_gather, norm, pack, pair_gemm, pair_shrink, random, rate, remap, rope, route, sample, stream,
 };
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::classes::classes;

@@ -7,7 +7,8 @@ use crate::dtype::DType;
 use crate::gpu::Tier;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
-    activation, align, attention, combine, count, down_combine, embed, expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, norm, pack, pair_gemm, pair_shrink, random, rate, remap, rope, route, sample, stream,
+    activation, align, attention, combine, count, down_combine, embed, expert_gemm, expert_gemm_matrix, localise, lora,
+    lora_gather, norm, pack, pair_gemm, pair_shrink, random, rate, remap, rope, route, sample, stream,
 };
 use crate::plan::capabilities::Capabilities;
 use crate::plan::classes::classes;
