@@ -15,7 +15,9 @@ struct ActivationParams {
 
 {% include "shared/rows.wgsl" %}
 
+{% with factor = "" %}
 {% include "shared/gated.wgsl" %}
+{% endwith %}
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {

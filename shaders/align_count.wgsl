@@ -1,47 +1,60 @@
-// First of four: counts the pairs of each bucket chunk by chunk, and each pair's rank among the pairs of its bucket in
-// its chunk, so that the later stages can place pairs in order without atomics. Also fills the outputs with padding.
+// First of two: counts the pairs of each bucket chunk by chunk, and each pair's rank among the pairs of its bucket in
+// its chunk, so that the second stage can place pairs in order without atomics. Also fills the outputs with padding.
 {% include "shared/align.wgsl" %}
 
-var<workgroup> chunk_buckets: array<u32, {{ chunk }}>;
+{% set lanes = [chunk, 256] | min %}
+var<workgroup> chunk_buckets: array<vec4<u32>, {{ chunk // 4 }}>;
 
-@compute @workgroup_size({{ chunk }})
+@compute @workgroup_size({{ lanes }})
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
     let chunk = folded(workgroup);
     if (chunk >= params.chunks) {
         return;
     }
-    let stride = params.chunks * {{ chunk }}u;
-    for (var i = chunk * {{ chunk }}u + lane; i < params.capacity; i = i + stride) {
+    let stride = params.chunks * {{ lanes }}u;
+    for (var i = chunk * {{ lanes }}u + lane; i < params.capacity; i = i + stride) {
         aligned[params.sorted_base + i] = i32(params.pairs);
         if (i < params.capacity / params.tile) {
             aligned[params.expert_base + i] = -1;
         }
     }
     let row = chunk * (params.buckets + 1u);
-    for (var b = lane; b <= params.buckets; b = b + {{ chunk }}u) {
+    for (var b = lane; b <= params.buckets; b = b + {{ lanes }}u) {
         work[row + b] = 0u;
     }
-    let pair = chunk * {{ chunk }}u + lane;
-    var bucket = 0xffffffffu;
-    if (pair < params.pairs) {
-        bucket = bucket_of(ids[pair]);
+    {% for k in range(chunk // lanes) %}
+    let place{{ k }} = {{ k * lanes }}u + lane;
+    let pair{{ k }} = chunk * {{ chunk }}u + place{{ k }};
+    var bucket{{ k }} = 0xffffffffu;
+    if (pair{{ k }} < params.pairs) {
+        bucket{{ k }} = bucket_of(ids[pair{{ k }}]);
     }
-    chunk_buckets[lane] = bucket;
+    chunk_buckets[place{{ k }} / 4u][place{{ k }} % 4u] = bucket{{ k }};
+    var rank{{ k }} = 0u;
+    var later{{ k }} = 0u;
+    {% endfor %}
     storageBarrier();
     workgroupBarrier();
-    var rank = 0u;
-    var later = 0u;
-    for (var i = 0u; i < {{ chunk }}u; i = i + 1u) {
-        if (chunk_buckets[i] == bucket) {
-            rank = rank + select(0u, 1u, i < lane);
-            later = later + select(0u, 1u, i > lane);
+    for (var i = 0u; i < {{ chunk }}u; i = i + 4u) {
+        let others = chunk_buckets[i / 4u];
+        let at = vec4<u32>(i, i + 1u, i + 2u, i + 3u);
+        {% for k in range(chunk // lanes) %}
+        {
+            let same = others == vec4<u32>(bucket{{ k }});
+            let before = select(vec4<u32>(), vec4<u32>(1u), same & (at < vec4<u32>(place{{ k }})));
+            let after = select(vec4<u32>(), vec4<u32>(1u), same & (at > vec4<u32>(place{{ k }})));
+            rank{{ k }} = rank{{ k }} + before.x + before.y + before.z + before.w;
+            later{{ k }} = later{{ k }} + after.x + after.y + after.z + after.w;
         }
+        {% endfor %}
     }
-    if (pair < params.pairs) {
-        work[params.rank_base + pair] = rank;
+    {% for k in range(chunk // lanes) %}
+    if (pair{{ k }} < params.pairs) {
+        work[params.rank_base + pair{{ k }}] = rank{{ k }};
         // Only the last pair of a bucket writes, so no two invocations do.
-        if (later == 0u) {
-            work[row + bucket] = rank + 1u;
+        if (later{{ k }} == 0u) {
+            work[row + bucket{{ k }}] = rank{{ k }} + 1u;
         }
     }
+    {% endfor %}
 }

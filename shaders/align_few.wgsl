@@ -1,5 +1,5 @@
-// All four steps of an alignment in one workgroup, for few pairs: each pair counts those before it, and the tiles that are
-// opened before its own. What it writes is what the four write; consumers cannot tell.
+// A whole alignment in one workgroup, for few pairs: each pair counts those before it, and the tiles that are opened before its
+// own. What it writes is what `align_scatter` writes; consumers cannot tell.
 {% include "shared/align.wgsl" %}
 
 // The bucket of each pair; then of those that open a tile, 0xffffffff for others.
@@ -63,7 +63,9 @@ fn main(@builtin(local_invocation_index) lane: u32) {
     {% for v in range(most // lanes) %}
     if (pair{{ v }} < params.pairs) {
         // Tiles of its own bucket are not before it: its place counts on from the first.
-        aligned[params.sorted_base + before{{ v }} * params.tile + rank{{ v }}] = i32(pair{{ v }});
+        let place = before{{ v }} * params.tile + rank{{ v }};
+        aligned[params.sorted_base + place] = i32(pair{{ v }});
+        aligned[params.places_base + pair{{ v }}] = i32(place);
         if (bucket{{ v }} < params.buckets && rank{{ v }} % params.tile == 0u) {
             aligned[params.expert_base + before{{ v }} + rank{{ v }} / params.tile] = i32(bucket{{ v }});
         }

@@ -1,18 +1,73 @@
-// Last of four: writes every pair to its place. The first pair of a tile also labels it.
+// Second of two: writes every pair to its place. A workgroup owns a chunk of pairs and finds on its own where each bucket
+// starts when every bucket is padded to whole tiles, and where the pairs of its chunk start in it: reading all counts in every
+// workgroup costs less than two more dispatches that wait for each other. The first pair of a tile labels it; the first
+// workgroup writes the count and the dispatch arguments of every consumer. Sentinel tiles come last: counted, but not
+// dispatched.
 {% include "shared/align.wgsl" %}
 
-@compute @workgroup_size(64)
+var<workgroup> scan_scratch: array<u32, {{ lanes }}>;
+
+@compute @workgroup_size({{ lanes }})
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    let pair = folded(workgroup) * 64u + lane;
-    if (pair >= params.pairs) {
+    let chunk = folded(workgroup);
+    if (chunk >= params.chunks) {
         return;
     }
-    let bucket = bucket_of(ids[pair]);
-    let chunk = pair / {{ chunk }}u;
-    let rank = work[chunk * (params.buckets + 1u) + bucket] + work[params.rank_base + pair];
-    let place = work[params.base_base + bucket] + rank;
-    aligned[params.sorted_base + place] = i32(pair);
-    if (bucket < params.buckets && rank % params.tile == 0u) {
-        aligned[params.expert_base + place / params.tile] = i32(bucket);
+    let width = params.buckets + 1u;
+    var carry = 0u;
+    for (var block = 0u; block < width; block = block + {{ lanes }}u) {
+        let bucket = block + lane;
+        var before = 0u;
+        var total = 0u;
+        if (bucket < width) {
+            for (var c = 0u; c < params.chunks; c = c + 1u) {
+                let count = work[c * width + bucket];
+                before = before + select(0u, count, c < chunk);
+                total = total + count;
+            }
+        }
+        let padded = (total + params.tile - 1u) / params.tile * params.tile;
+        scan_scratch[lane] = padded;
+        workgroupBarrier();
+        for (var step = 1u; step < {{ lanes }}u; step = step * 2u) {
+            var sum = scan_scratch[lane];
+            if (lane >= step) {
+                sum = sum + scan_scratch[lane - step];
+            }
+            workgroupBarrier();
+            scan_scratch[lane] = sum;
+            workgroupBarrier();
+        }
+        let end = carry + scan_scratch[lane];
+        if (bucket < width) {
+            work[params.place_base + chunk * width + bucket] = end - padded + before;
+        }
+        if (chunk == 0u && bucket == params.buckets) {
+            let tiles = (end - padded) / params.tile;
+            aligned[64] = i32(end);
+            aligned[65] = i32(tiles);
+            for (var c = 0u; c < params.consumers; c = c + 1u) {
+                aligned[c * 4u] = i32(params.columns[c / 4u][c % 4u]);
+                aligned[c * 4u + 1u] = i32(min(tiles, 65535u));
+                aligned[c * 4u + 2u] = i32(max((tiles + 65534u) / 65535u, 1u));
+            }
+        }
+        carry = carry + scan_scratch[{{ lanes }}u - 1u];
+        workgroupBarrier();
+    }
+    storageBarrier();
+    workgroupBarrier();
+    for (var i = lane; i < {{ chunk }}u; i = i + {{ lanes }}u) {
+        let pair = chunk * {{ chunk }}u + i;
+        if (pair < params.pairs) {
+            let bucket = bucket_of(ids[pair]);
+            let place = work[params.place_base + chunk * width + bucket] + work[params.rank_base + pair];
+            aligned[params.sorted_base + place] = i32(pair);
+            aligned[params.places_base + pair] = i32(place);
+            // Buckets begin with a tile.
+            if (bucket < params.buckets && place % params.tile == 0u) {
+                aligned[params.expert_base + place / params.tile] = i32(bucket);
+            }
+        }
     }
 }

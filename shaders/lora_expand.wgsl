@@ -52,7 +52,7 @@ fn main(
     if (rank == 0u) {
         return;
     }
-    let storage = (factor.rank_type >> 16u) & 0xffu;
+    let storage = storage_of(factor);
     let groups = (rank + 7u) / 8u;
     let column = (workgroup.x - params.tile_begin[projection]) * {{ lanes }}u + lane;
     let columns = params.out_rows[projection];

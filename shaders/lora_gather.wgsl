@@ -40,7 +40,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         id = last_ids[rows[row].z];
     }
     // A failed sample left -1: as in `embed`, the row is computed from entry 0 and its sequence is failed by the host.
-    let value = load_factor8(factor.a, u32(max(id, 0)) * groups + group, (factor.rank_type >> 16u) & 0xffu);
+    let value = load_factor8(factor.a, u32(max(id, 0)) * groups + group, storage_of(factor));
     u[at * 2u] = value.lo * factor.scale;
     u[at * 2u + 1u] = value.hi * factor.scale;
 }

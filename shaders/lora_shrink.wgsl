@@ -51,9 +51,9 @@ fn main(
     let projection = workgroup.x / rank_tiles;
     let factor = index[params.index_base + u32(label) * params.projections + projection];
     let rank = factor.rank_type & 0xffffu;
-    let storage = (factor.rank_type >> 16u) & 0xffu;
+    let storage = storage_of(factor);
     // A bias is a column of B whose element of u is the scale alone.
-    let a_rows = rank - (factor.rank_type >> 24u);
+    let a_rows = rank - biased(factor);
     let r_begin = workgroup.x % rank_tiles * block;
     // u is read in whole vec4: the rows up to the next multiple of eight are written as 0.
     let padded_rank = (rank + 7u) / 8u * 8u;

@@ -1,5 +1,8 @@
 // Rows of f32 as f16, each times a power of two that keeps it within range whatever its values. The exponents lie behind
 // all rows, one vec4 each, exact as integers of f16. `expert_gemm_matrix` reads both. One workgroup a row.
+{% if twice %}
+// Behind the values of a row lies what was cut off from them: together they have the precision of f32.
+{% endif %}
 enable f16;
 
 struct PackParams {
@@ -25,6 +28,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         return;
     }
     let begin = row * params.quads;
+    let to = begin{% if twice %} * 2u{% endif %};
     var most = 0u;
     for (var q = lane; q < params.quads; q = q + {{ lanes }}u) {
         let v = bitcast<vec4<u32>>(abs(x[begin + q]));
@@ -33,9 +37,17 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let shift = half_shift(reduce_max_u32(most, lane));
     let scale = power_of_two(shift);
     for (var q = lane; q < params.quads; q = q + {{ lanes }}u) {
-        packed[begin + q] = vec4<f16>(x[begin + q] * scale);
+        let v = x[begin + q] * scale;
+        {% if twice %}
+        // Cut off rather than rounded, by their bits: a compiler may take a conversion there and back for nothing.
+        let cut = bitcast<vec4<f32>>(bitcast<vec4<u32>>(v) & vec4<u32>(0xffffe000u));
+        packed[to + q] = vec4<f16>(cut);
+        packed[to + params.quads + q] = vec4<f16>(v - cut);
+        {% else %}
+        packed[to + q] = vec4<f16>(v);
+        {% endif %}
     }
     if (lane == 0u) {
-        packed[params.rows * params.quads + row] = vec4<f16>(f16(shift));
+        packed[params.rows * params.quads{% if twice %} * 2u{% endif %} + row] = vec4<f16>(f16(shift));
     }
 }

@@ -62,9 +62,9 @@ fn main(
         factor = index[params.index_base + (u32(slot) * params.experts + u32(id)) * params.projections + projection];
     }
     let rank = factor.rank_type & 0xffffu;
-    let storage = (factor.rank_type >> 16u) & 0xffu;
+    let storage = storage_of(factor);
     // A bias is a column of B whose element of u is the scale alone.
-    let a_rows = rank - (factor.rank_type >> 24u);
+    let a_rows = rank - biased(factor);
     let b_groups = (rank + 7u) / 8u;
     let at = (pair * params.projections + projection) * (params.max_rank + 4u);
     if (r == 0u && subgroup_lane == 0u) {

@@ -6,6 +6,7 @@
 mod batch;
 mod experts;
 mod pairs;
+mod tiles;
 
 pub use batch::LoraBatch;
 pub(crate) use batch::distinct;

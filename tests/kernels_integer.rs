@@ -50,8 +50,8 @@ fn align_on(gpu: &Gpu, ids: &[i32], buckets: usize, tile: usize, at_once: bool) 
     let ids_view = upload(gpu, ids);
     let (place, out): (Place, _) = run(gpu, |rec, pass| {
         // Larger than needed, and full of words that are neither padding nor a label.
-        let out = rec.scratch("tiles", (capacity * 2 + 1024) as u64 * 4)?;
-        gpu.queue().write_buffer(&out.buffer, 0, bytemuck::cast_slice(&vec![UNWRITTEN_I32; capacity * 2 + 1024]));
+        let out = rec.scratch("tiles", (capacity * 3 + 1024) as u64 * 4)?;
+        gpu.queue().write_buffer(&out.buffer, 0, bytemuck::cast_slice(&vec![UNWRITTEN_I32; capacity * 3 + 1024]));
         let align = Align {
             pairs: ids.len(),
             buckets,
@@ -63,13 +63,17 @@ fn align_on(gpu: &Gpu, ids: &[i32], buckets: usize, tile: usize, at_once: bool) 
         };
         Ok((align.record_as(rec, pass, at_once)?, out))
     });
-    let words: Vec<i32> = read(gpu, &out, capacity * 2 + 1024);
+    let words: Vec<i32> = read(gpu, &out, capacity * 3 + 1024);
     let at = |base: u32, n: usize| words[base as usize..base as usize + n].to_vec();
     assert_eq!(place.capacity, capacity);
-    let end = place.sorted_base as usize + capacity;
+    let places = at(place.places_base, ids.len());
+    let sorted = at(place.sorted_base, capacity);
+    let stands = |(p, place): (usize, &i32)| sorted[*place as usize] == p as i32;
+    assert!(places.iter().enumerate().all(stands), "a pair does not stand in its place");
+    let end = place.places_base as usize + ids.len();
     assert!(words[end..].iter().all(|w| *w == UNWRITTEN_I32), "written past the alignment");
     Aligned {
-        sorted_token_ids: at(place.sorted_base, capacity),
+        sorted_token_ids: sorted,
         expert_ids: at(place.expert_base, capacity / tile),
         num_tokens_post_padded: words[Place::COUNT_WORD] as u32,
         dispatch: (0..COLUMNS.len()).map(|c| [0, 1, 2].map(|i| words[c * 4 + i] as u32)).collect(),

@@ -6,16 +6,20 @@ mod device;
 #[path = "common/gpu_run.rs"]
 mod gpu_run;
 
-use common::{AdapterMix, Rng, Routing, TOL_F32, UNWRITTEN_F32, UNWRITTEN_I32, each_case, rel_err};
-use gpu_run::{Output, run, upload};
+use common::{AdapterMix, Rng, Routing, TOL_F32, UNWRITTEN_F32, UNWRITTEN_I32, each_case, rel_err, tolerance};
+use gpu_run::{Output, read, run, upload};
 use wgmoe::Gpu;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::align::Align;
 use wgmoe::kernels::expert_gemm::Rows;
-use wgmoe::kernels::lora::{Factors, Lora, LoraSite, column_tiles};
+use wgmoe::kernels::lora::{Factors, Lora, LoraSite, column_tiles, expand_column_tiles};
 use wgmoe::kernels::lora_gather::LoraGather;
+use wgmoe::kernels::lora_matrix::{self, LoraShrinkMatrix};
+use wgmoe::kernels::pack::{Pack, Packed};
+use wgmoe::plan::matrix::factor_exponent;
 use wgmoe::reference;
 use wgmoe::router::NoAdapter;
+use wgmoe::shape::align_capacity;
 
 /// Entries of other sites in front of this one.
 const INDEX_BASE: usize = 3;
@@ -45,6 +49,8 @@ struct Case {
     slots: Vec<(usize, DType)>,
     /// All projections of a slot and expert use one A.
     shared: bool,
+    /// Factor on A and on B.
+    size: [f32; 2],
     /// Which slots have a bias, on every projection but the second; none past the end.
     biased: Vec<bool>,
 }
@@ -60,8 +66,16 @@ fn case() -> Case {
         mix: AdapterMix::Uniform,
         slots: vec![(8, DType::F16), (17, DType::Bf16)],
         shared: false,
+        size: [1.0; 2],
         biased: Vec::new(),
     }
+}
+
+/// A with the power of two that the pool keeps for it.
+fn place_a(pool: &mut Vec<u8>, dtype: DType, values: &[f32], cols: usize) -> (u32, Vec<f32>, u32) {
+    let (at, decoded) = place(pool, dtype, values, cols);
+    let exponent = factor_exponent(dtype, &dtype.encode(values));
+    (at, decoded, u32::from(exponent.cast_unsigned()))
 }
 
 /// 16-byte words of a matrix with rows padded to eight columns.
@@ -85,26 +99,29 @@ fn factors(gpu: &Gpu, case: &Case, rng: &mut Rng) -> (Factors, Vec<Held>) {
     let mut held = Vec::new();
     for (slot, (rank, dtype)) in case.slots.iter().enumerate() {
         for expert in 0..case.experts {
-            let a_values = rng.floats(rank * case.inner);
-            let shared = place(&mut pool, *dtype, &a_values, case.inner);
+            let large = |values: Vec<f32>, size: f32| values.into_iter().map(|v| v * size).collect::<Vec<f32>>();
+            let a_values = large(rng.floats(rank * case.inner), case.size[0]);
+            let shared = place_a(&mut pool, *dtype, &a_values, case.inner);
             for (projection, out) in case.out_dims.iter().enumerate() {
                 // An expert that an adapter leaves out.
                 let rank = if slot == 1 && expert == 1 && case.experts > 1 { 0 } else { *rank };
-                let (a, a_values) = if case.shared {
+                let (a, a_values, exponent) = if case.shared {
                     shared.clone()
                 } else {
-                    place(&mut pool, *dtype, &rng.floats(rank * case.inner), case.inner)
+                    place_a(&mut pool, *dtype, &large(rng.floats(rank * case.inner), case.size[0]), case.inner)
                 };
                 let biased = rank > 0 && projection != 1 && case.biased.get(slot) == Some(&true);
                 // With a bias, B has one more column.
                 let columns = rank + usize::from(biased);
-                let (b, stored) = place(&mut pool, *dtype, &rng.floats(out * columns), columns.max(1));
+                let (b, stored) =
+                    place(&mut pool, *dtype, &large(rng.floats(out * columns), case.size[1]), columns.max(1));
                 let rows = || stored.chunks(columns.max(1));
                 let b_values = rows().flat_map(|row| &row[..rank]).copied().collect();
                 let bias = biased.then(|| rows().map(|row| row[rank]).collect());
                 let scale = 0.25 + held.len() as f32 / 16.0;
                 let kind = [DType::F32, DType::F16, DType::Bf16].iter().position(|d| d == dtype).unwrap() as u32;
-                index.push([a, b, columns as u32 | kind << 16 | u32::from(biased) << 24, scale.to_bits()]);
+                let flags = kind << 16 | u32::from(biased) << 18 | exponent << 24;
+                index.push([a, b, columns as u32 | flags, scale.to_bits()]);
                 held.push(Held { rank, scale, a: a_values, b: b_values, bias });
             }
         }
@@ -328,5 +345,151 @@ fn every_edge_shape_and_mix_equals_the_oracle() {
     }
     for gpu in device::every_variant() {
         each_case(&cases, |case| check(&gpu, case));
+    }
+}
+
+/// The adapters of the matrix tier: packed rows, and products in the order of tiles that keep both powers of two.
+fn check_matrix(gpu: &Gpu, case: &Case) -> Result<(), String> {
+    const W_SCALE: f32 = 4.0;
+    let mut rng = Rng::new(21);
+    let (slots, projections) = (case.slots.len(), case.out_dims.len());
+    let (pairs, row_div) = (case.tokens * case.top_k, case.top_k);
+    let mut ids = Routing::Uniform.ids(case.tokens, case.top_k, case.experts, &mut rng);
+    for p in (4..pairs).step_by(11) {
+        ids[p] = -1;
+    }
+    let mapping = case.mix.mapping(case.tokens, slots, &mut rng);
+    let virtual_ids =
+        reference::remap(&ids, &mapping, case.top_k, case.experts, slots, NoAdapter::Skip).virtual_topk_ids;
+    let (factors, held) = factors(gpu, case, &mut rng);
+    let site = LoraSite { index_base: INDEX_BASE, out_dims: case.out_dims.clone(), in_dim: case.inner };
+    let biased = |slot: usize| usize::from(case.biased.get(slot) == Some(&true));
+    let max_rank = case.slots.iter().enumerate().map(|(slot, (rank, _))| rank + biased(slot)).max().unwrap();
+    let max_rank = max_rank.next_multiple_of(8);
+    let x = rng.floats(case.tokens * case.inner);
+    let (stride, tile) = (case.out_dims.iter().sum::<usize>(), 32);
+    // y is added to where each pair stands among the tiles of its expert.
+    let capacity = align_capacity(pairs, case.experts, tile);
+    let before: Vec<f32> = rng.floats(capacity * stride).into_iter().map(|v| v * 65_536.0).collect();
+    let y = Output::of(gpu, &before, UNWRITTEN_F32);
+    let (x_view, ids_view, virtual_view) = (upload(gpu, &x), upload(gpu, &ids), upload(gpu, &virtual_ids));
+    let (aligned, packed) = run(gpu, |rec, pass| {
+        let words = pairs * projections * max_rank;
+        let u = rec.scratch("lora u", words as u64 * 4)?;
+        gpu.queue().write_buffer(&u.buffer, 0, bytemuck::cast_slice(&vec![UNWRITTEN_I32; words]));
+        let buckets = slots * case.experts;
+        let columns = lora_matrix::column_tiles(&site, max_rank);
+        let adapters = Align {
+            pairs,
+            buckets,
+            tile: lora_matrix::TILE,
+            label: "virtual tiles",
+            work_label: "work",
+            ids: &virtual_view,
+            columns: &columns,
+        }
+        .record(rec, pass)?;
+        let aligned = Align {
+            pairs,
+            buckets: case.experts,
+            tile,
+            label: "tiles",
+            work_label: "work",
+            ids: &ids_view,
+            columns: &[1],
+        }
+        .record(rec, pass)?;
+        let packed = Packed::scratch(rec, "packed", case.tokens, case.inner)?;
+        Pack { x: &x_view, packed: &packed }.record(rec, pass)?;
+        LoraShrinkMatrix {
+            rows: pairs,
+            row_div,
+            aligned: &adapters,
+            buckets,
+            max_rank,
+            w_scale: W_SCALE,
+            site: &site,
+            factors: &factors,
+            x: &packed,
+            u: &u,
+        }
+        .record(rec, pass)?;
+        LoraExpandTiles {
+            rows: pairs,
+            aligned: &adapters,
+            buckets,
+            max_rank,
+            site: &site,
+            factors: &factors,
+            u: &u,
+            places: &aligned,
+            y: &y.view,
+            y_stride: stride,
+        }
+        .record(rec, pass)?;
+        Ok((aligned, packed))
+    });
+    let got = y.read(gpu);
+    let words: Vec<i32> = read(gpu, &aligned.view, aligned.places_base as usize + pairs);
+    let halves: Vec<u16> = read(gpu, &packed.view, (packed.exponents() as usize + packed.rows) * 4);
+    let mut delta = vec![0.0; pairs * stride];
+    let mut column = 0;
+    for (i, out) in case.out_dims.iter().enumerate() {
+        let find = |v: usize| {
+            let h = &held[v * projections + i];
+            Some(reference::Factors {
+                rank: h.rank,
+                scale: h.scale,
+                a: &h.a[..h.rank * case.inner],
+                b: &h.b[..out * h.rank],
+                bias: h.bias.as_deref(),
+            })
+        };
+        reference::lora(&x, row_div, &virtual_ids, &find, *out, case.inner, &mut delta, stride, column);
+        column += out;
+    }
+    let mut expected = before.clone();
+    for p in 0..pairs {
+        let place = words[aligned.places_base as usize + p] as usize;
+        let exponent = DType::F16.decode(&halves[(packed.exponents() as usize + p / row_div) * 4].to_le_bytes())[0];
+        for (e, d) in expected[place * stride..].iter_mut().zip(&delta[p * stride..(p + 1) * stride]) {
+            *e += d * exponent.exp2() * W_SCALE;
+        }
+        let idle = virtual_ids[p] < 0 || held[virtual_ids[p] as usize * projections].rank == 0;
+        let row = place * stride..(place + 1) * stride;
+        if idle && got[row.clone()] != before[row] {
+            return Err(format!("pair {p} has no adapter, but its row changed"));
+        }
+    }
+    let off = rel_err(&got, &expected);
+    if off > tolerance(gpu) { Err(format!("off by {off}")) } else { Ok(()) }
+}
+
+#[test]
+fn adapters_on_matrices_equal_the_oracle() {
+    let mut cases = Vec::new();
+    let of = |slots: Vec<(usize, DType)>| Case { tokens: 60, slots, ..case() };
+    cases.push(of(vec![(1, DType::F32), (64, DType::Bf16)]));
+    cases.push(of(vec![(3, DType::F16), (8, DType::F32), (17, DType::Bf16)]));
+    cases.push(of(vec![(64, DType::F16), (0, DType::F32), (128, DType::F16)]));
+    for rank in [7, 8, 15, 16] {
+        let slots = vec![(rank, DType::Bf16), (rank, DType::F32), (8, DType::F16)];
+        cases.push(Case { biased: vec![true, false, true], ..of(slots) });
+    }
+    for inner in [8, 64, 72, 256, 264, 768] {
+        cases.push(Case { inner, tokens: 70, ..case() });
+    }
+    for (out_dims, experts, top_k) in [(vec![128, 128], 3, 2), (vec![40], 4, 3), (vec![1, 16, 17, 5], 2, 1)] {
+        cases.push(Case { out_dims, experts, top_k, tokens: 50, ..case() });
+    }
+    for mix in AdapterMix::ALL {
+        cases.push(Case { mix, tokens: 40, ..case() });
+    }
+    // Factors outside the range of f16.
+    for size in [[1e6, 1.0], [1.0, 1e6], [1e6, 1e-9], [1e-9, 1e3], [1e20, 1e-30]] {
+        cases.push(Case { size, slots: vec![(8, DType::Bf16), (17, DType::F32)], tokens: 40, ..case() });
+    }
+    for gpu in device::every_tier().into_iter().filter(|gpu| gpu.capabilities().matrix) {
+        each_case(&cases, |case| check_matrix(&gpu, case));
     }
 }

@@ -11,7 +11,7 @@ use gpu_run::{Output, run, upload, weights};
 use wgmoe::Gpu;
 use wgmoe::activation::Activation;
 use wgmoe::dtype::DType;
-use wgmoe::kernels::activation::{Activate, Hidden};
+use wgmoe::kernels::activation::Activate;
 use wgmoe::kernels::combine::Combine;
 use wgmoe::kernels::embed::Embed;
 use wgmoe::kernels::norm::Norm;
@@ -35,7 +35,7 @@ fn activate(gpu: &Gpu, kind: Activation, width: usize, gate_up: &[f32], ids: Opt
     let ids = ids.map(|ids| upload(gpu, ids));
     let h = Output::new(gpu, rows * width, UNWRITTEN_F32);
     run(gpu, |rec, pass| {
-        Activate { rows, width, kind, gate_up: &input, ids: ids.as_ref(), h: Hidden::Plain(&h.view) }.record(rec, pass)
+        Activate { rows, width, kind, gate_up: &input, ids: ids.as_ref(), h: &h.view }.record(rec, pass)
     });
     h.read(gpu)
 }

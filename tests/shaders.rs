@@ -14,7 +14,7 @@ use wgmoe::kernels::params::Params;
 use wgmoe::kernels::variants::variants;
 use wgmoe::kernels::{
     activation, align, attention, combine, count, down_combine, embed, expert_gemm, expert_gemm_matrix, localise, lora,
-    lora_gather, norm, pack, pair_gemm, pair_shrink, random, rate, remap, rope, route, sample, stream,
+    lora_gather, lora_matrix, norm, pack, pair_gemm, pair_shrink, random, rate, remap, rope, route, sample, stream,
 };
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::classes::classes;
@@ -34,9 +34,11 @@ fn params_of(stem: &str) -> Layout {
         "localise_quotas" => layout::<localise::LocaliseQuotasParams>(),
         "localise_copies" => layout::<localise::LocaliseCopiesParams>(),
         "remap" => layout::<remap::RemapParams>(),
-        "align_few" | "align_count" | "align_total" | "align_scan" | "align_scatter" => layout::<align::AlignParams>(),
+        "align_few" | "align_count" | "align_scatter" => layout::<align::AlignParams>(),
         "expert_gemm" => layout::<expert_gemm::ExpertGemmParams>(),
         "lora_shrink" => layout::<lora::LoraShrinkParams>(),
+        "lora_shrink_matrix" => layout::<lora_matrix::LoraShrinkMatrixParams>(),
+        "lora_expand_tiles" => layout::<lora_matrix::LoraExpandTilesParams>(),
         "lora_expand" => layout::<lora::LoraExpandParams>(),
         "lora_gather" => layout::<lora_gather::LoraGatherParams>(),
         "pair_shrink" => layout::<pair_shrink::PairShrinkParams>(),
@@ -44,8 +46,10 @@ fn params_of(stem: &str) -> Layout {
         "down_combine" => layout::<down_combine::DownCombineParams>(),
         "pack" => layout::<pack::PackParams>(),
         "expert_gemm_matrix" => layout::<expert_gemm_matrix::ExpertGemmMatrixParams>(),
-        "activation" | "activation_pack" => layout::<activation::ActivationParams>(),
+        "activation" => layout::<activation::ActivationParams>(),
+        "activation_pack" => layout::<activation::ActivationPackParams>(),
         "combine" => layout::<combine::CombineParams>(),
+        "combine_tiles" => layout::<combine::CombineTilesParams>(),
         "embed" => layout::<embed::EmbedParams>(),
         "norm" => layout::<norm::NormParams>(),
         "rope" => layout::<rope::RopeParams>(),
@@ -148,7 +152,7 @@ fn check(kernel: &'static Kernel, vars: &Vars, caps: &Capabilities) -> Result<()
     check_layout(&module, params_of(kernel.stem))?;
     match kernel.stem {
         "sample" => check_layout(&module, layout::<sample::Pick>()),
-        "lora_shrink" | "lora_expand" | "lora_gather" | "pair_shrink" => {
+        "lora_shrink" | "lora_shrink_matrix" | "lora_expand" | "lora_expand_tiles" | "lora_gather" | "pair_shrink" => {
             check_layout(&module, ("Factor", &[("a", 0), ("b", 4), ("rank_type", 8), ("scale", 12)], 16))
         }
         _ => Ok(()),
@@ -171,7 +175,8 @@ fn every_variant_validates_and_agrees_with_its_host_file() {
 }
 
 /// Shaders of the matrix tier alone.
-const MATRIX_TIER: [&str; 3] = ["pack", "expert_gemm_matrix", "activation_pack"];
+const MATRIX_TIER: [&str; 6] =
+    ["pack", "expert_gemm_matrix", "lora_shrink_matrix", "lora_expand_tiles", "activation_pack", "combine_tiles"];
 /// Shaders for lanes along the depth alone.
 const ALONG_DEPTH: [&str; 3] = ["pair_shrink", "pair_gemm", "down_combine"];
 

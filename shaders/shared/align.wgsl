@@ -8,9 +8,10 @@ struct AlignParams {
     expert_base: u32,
     sorted_base: u32,
     rank_base: u32,
-    total_base: u32,
-    base_base: u32,
+    place_base: u32,
     consumers: u32,
+    // Word of the places in `aligned`.
+    places_base: u32,
     pad0: u32,
     // Column tiles of each consumer.
     columns: array<vec4<u32>, 4>,
@@ -18,9 +19,9 @@ struct AlignParams {
 
 @group(0) @binding(0) var<uniform> params: AlignParams;
 @group(0) @binding(1) var<storage, read> ids: array<i32>; // [P]
-// 16 x [x, y, z, 0] dispatch arguments, count, tiles, then expert_ids [C/B] and sorted_token_ids [C].
+// 16 x [x, y, z, 0] dispatch arguments, count, tiles, then expert_ids [C/B], sorted_token_ids [C], places [P].
 @group(0) @binding(2) var<storage, read_write> aligned: array<i32>;
-// Pairs before a chunk in each bucket [chunks, N+1], rank in chunk [P], totals [N+1], bases [N+1].
+// Pairs of a chunk in each bucket [chunks, N+1], rank in chunk [P], place of the first of them [chunks, N+1].
 @group(0) @binding(3) var<storage, read_write> work: array<u32>;
 
 {% include "shared/rows.wgsl" %}

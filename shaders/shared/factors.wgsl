@@ -8,10 +8,29 @@ struct Factor {
     // First group of A and of B in `pool`, in 16-byte words.
     a: u32,
     b: u32,
-    // Rank in the low half, then a byte of storage type (0 f32, 1 f16, 2 bf16) and one that is 1 with a bias: the last column
-    // of B, which the rank counts and A has no row for. Rank 0: no adapter here.
+    // Rank in the low half; bits 16 and 17 the storage type (0 f32, 1 f16, 2 bf16); bit 18 a bias: the last column of B, which
+    // the rank counts and A has no row for; the last byte, signed: n where A times 2^n lies in the range of f16. Rank 0: no
+    // adapter here.
     rank_type: u32,
     scale: f32,
+}
+
+fn storage_of(factor: Factor) -> u32 {
+    return extractBits(factor.rank_type, 16u, 2u);
+}
+
+fn biased(factor: Factor) -> u32 {
+    return extractBits(factor.rank_type, 18u, 1u);
+}
+
+// The power of two that brings A into the range of f16.
+fn a_scale(factor: Factor) -> f32 {
+    return bitcast<f32>(u32((i32(factor.rank_type) >> 24u) + 127) << 23u);
+}
+
+// Four values of a type of two bytes.
+fn decode_factor4(words: vec2<u32>, storage: u32) -> vec4<f32> {
+    return select(decode_bf16(words), vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y)), storage == 1u);
 }
 
 // Eight values: group `group` of a matrix that starts at word `base`.

@@ -1,9 +1,15 @@
 // The power of two that takes a row whose largest magnitude has the bits `most` to just below 2^15: within the range of
-// f16, and far enough from its small end that 29 binary places under the largest keep their precision.
+// f16, and far enough from its small end that 29 binary places under the largest keep their precision. Rows of zeros, or of
+// values below 2^-74, take the same as rows of such values, so that what is added to their products stays finite.
 fn half_shift(most: u32) -> i32 {
-    return 141 - clamp(i32(most >> 23u), 15, 254);
+    return 141 - clamp(i32(most >> 23u), 53, 254);
 }
 
 fn power_of_two(exponent: i32) -> f32 {
     return bitcast<f32>(u32(exponent + 127) << 23u);
+}
+
+// Four f16 from two words. The device does nothing for it: there is no way to say that bits stay as they are.
+fn halves(words: vec2<u32>) -> vec4<f16> {
+    return vec4<f16>(vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y)));
 }

@@ -7,6 +7,7 @@ use crate::adapter::cut::Cut;
 use crate::adapter::sites::PoolSites;
 use crate::adapter::{Adapter, Factor, Matrix, Site};
 use crate::dtype::DType;
+use crate::plan::matrix::factor_exponent;
 
 /// Bytes of a pool word: what an index entry counts in.
 pub(crate) const WORD: u64 = 16;
@@ -81,7 +82,8 @@ impl<'a> Image<'a> {
                 _ => 0,
             };
             let biased = u32::from(bias.is_some());
-            let rank_type = (factor.rank as u32 + biased) | storage << 16 | biased << 24;
+            let to_halves = u32::from(factor_exponent(factor.a.dtype, &factor.a.bytes).cast_unsigned());
+            let rank_type = (factor.rank as u32 + biased) | storage << 16 | biased << 18 | to_halves << 24;
             image.entries.push(Entry { at, words: [a, b, rank_type, factor.scale.to_bits()] });
         }
         image

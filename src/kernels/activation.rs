@@ -2,6 +2,7 @@
 
 use crate::activation::Activation;
 use crate::error::Result;
+use crate::kernels::align::Aligned;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::pack::{self, Packed};
 use crate::kernels::params::params;
@@ -9,8 +10,8 @@ use crate::kernels::{Grid, Recording, View, cover};
 
 /// f32 to f32.
 pub static ACTIVATION: Kernel = Kernel { stem: "activation", reads: 2, writes: 1 };
-/// f32 to packed rows.
-pub static ACTIVATION_PACK: Kernel = Kernel { stem: "activation_pack", reads: 2, writes: 1 };
+/// Products of the matrix tier to packed rows.
+pub static ACTIVATION_PACK: Kernel = Kernel { stem: "activation_pack", reads: 4, writes: 1 };
 
 params! {
     /// Sizes and constants of one activation.
@@ -26,13 +27,26 @@ params! {
     }
 }
 
-/// Where h goes.
-#[derive(Clone, Copy)]
-pub enum Hidden<'a> {
-    /// f32 `[P, F]`.
-    Plain(&'a View),
-    /// For a product of the matrix tier.
-    Packed(&'a Packed),
+params! {
+    /// Sizes and constants of one activation that packs.
+    ActivationPackParams {
+        /// P.
+        rows: u32,
+        /// F / 4.
+        quads: u32,
+        /// Slope of the clamped swiglu.
+        alpha: f32,
+        /// Clamp of the clamped swiglu.
+        limit: f32,
+        /// Pairs that share a row of x.
+        row_div: u32,
+        /// Where the exponents begin in x, in words of eight bytes.
+        exponents: u32,
+        /// Inverse power of two of the weights.
+        w_unscale: f32,
+        /// Word of the places of the pairs.
+        places_base: u32,
+    }
 }
 
 /// Semantics: `h[p] = act(gate[p]) · up[p]`; rows of negative ids are left alone.
@@ -47,25 +61,57 @@ pub struct Activate<'a> {
     pub gate_up: &'a View,
     /// i32 `[P]`; `None` when dense.
     pub ids: Option<&'a View>,
-    /// `[P, F]`, written.
-    pub h: Hidden<'a>,
+    /// f32 `[P, F]`, written.
+    pub h: &'a View,
 }
 
-/// The variables of one function.
-pub fn vars(kind: Activation, dense: bool) -> Vars {
-    let name = match kind {
+/// The same for the matrix tier: gate and up lie in the order of the tiles and keep the powers of two of their operands, h is
+/// packed.
+pub struct ActivatePack<'a> {
+    /// P.
+    pub rows: usize,
+    /// F: a multiple of 8.
+    pub width: usize,
+    /// Which function.
+    pub kind: Activation,
+    /// f32 `[C, 2F]`, or `[C, F]` without a gate.
+    pub gate_up: &'a View,
+    /// i32 `[P]`.
+    pub ids: &'a View,
+    /// The order of gate and up.
+    pub aligned: &'a Aligned,
+    /// What they were made from: rows with exponents.
+    pub x: &'a Packed,
+    /// Pairs that share a row of x.
+    pub row_div: usize,
+    /// The inverse power of two of the weights.
+    pub w_unscale: f32,
+    /// `[P, F]`, written.
+    pub h: &'a Packed,
+}
+
+fn name(kind: Activation) -> &'static str {
+    match kind {
         Activation::Silu => "silu",
         Activation::Gelu => "gelu",
         Activation::SwigluClamped { .. } => "swiglu_clamped",
         Activation::ReluSquared => "relu_squared",
-    };
-    vec![("kind", name.into()), ("dense", dense.into())]
+    }
+}
+
+fn constants(kind: Activation) -> (f32, f32) {
+    if let Activation::SwigluClamped { alpha, limit } = kind { (alpha, limit) } else { (0.0, 0.0) }
+}
+
+/// The variables of one function.
+pub fn vars(kind: Activation, dense: bool) -> Vars {
+    vec![("kind", name(kind).into()), ("dense", dense.into())]
 }
 
 /// The variables of one function that packs its result.
-pub fn pack_vars(kind: Activation, dense: bool) -> Vars {
-    let mut all = vars(kind, dense);
-    all.extend(pack::vars());
+pub fn pack_vars(kind: Activation) -> Vars {
+    let mut all = pack::row_vars();
+    all.push(("kind", name(kind).into()));
     all
 }
 
@@ -75,21 +121,36 @@ impl Activate<'_> {
     /// # Errors
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        let dense = self.ids.is_none();
-        let (pipeline, h, grid) = match self.h {
-            Hidden::Plain(h) => {
-                (pipeline(rec.gpu(), &ACTIVATION, vars(self.kind, dense))?, h, cover(self.rows * self.width / 4))
-            }
-            Hidden::Packed(h) => {
-                let pipeline = pipeline(rec.gpu(), &ACTIVATION_PACK, pack_vars(self.kind, dense))?;
-                (pipeline, &h.view, Grid::folded(1, self.rows as u32))
-            }
-        };
-        let (alpha, limit) =
-            if let Activation::SwigluClamped { alpha, limit } = self.kind { (alpha, limit) } else { (0.0, 0.0) };
+        let pipeline = pipeline(rec.gpu(), &ACTIVATION, vars(self.kind, self.ids.is_none()))?;
+        let (alpha, limit) = constants(self.kind);
         let params = ActivationParams { rows: self.rows as u32, quads: (self.width / 4) as u32, alpha, limit };
         let ids = self.ids.unwrap_or(self.gate_up);
-        rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &[self.gate_up, ids, h], &grid);
+        let grid = cover(self.rows * self.width / 4);
+        rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &[self.gate_up, ids, self.h], &grid);
+        Ok(())
+    }
+}
+
+impl ActivatePack<'_> {
+    /// Records the stage.
+    ///
+    /// # Errors
+    /// When the device refuses the shader.
+    pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+        let pipeline = pipeline(rec.gpu(), &ACTIVATION_PACK, pack_vars(self.kind))?;
+        let (alpha, limit) = constants(self.kind);
+        let params = ActivationPackParams {
+            rows: self.rows as u32,
+            quads: (self.width / 4) as u32,
+            alpha,
+            limit,
+            row_div: self.row_div as u32,
+            exponents: self.x.exponents(),
+            w_unscale: self.w_unscale,
+            places_base: self.aligned.places_base,
+        };
+        let buffers = [self.gate_up, self.ids, &self.aligned.view, &self.x.view, &self.h.view];
+        rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &Grid::folded(1, self.rows as u32));
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! Sorts pairs into buckets of whole tiles: a stable counting sort in four dispatches, or one for few pairs, without float or
+//! Sorts pairs into buckets of whole tiles: a stable counting sort in two dispatches, or one for few pairs, without float or
 //! ordering atomics.
 
 use crate::error::{Error, ErrorKind, Result};
@@ -11,15 +11,9 @@ use crate::shape::align_capacity;
 pub static ALIGN_FEW: Kernel = Kernel { stem: "align_few", reads: 1, writes: 2 };
 /// Counts chunk by chunk.
 pub static ALIGN_COUNT: Kernel = Kernel { stem: "align_count", reads: 1, writes: 2 };
-/// Sums over chunks.
-pub static ALIGN_TOTAL: Kernel = Kernel { stem: "align_total", reads: 1, writes: 2 };
-/// Scans over buckets.
-pub static ALIGN_SCAN: Kernel = Kernel { stem: "align_scan", reads: 1, writes: 2 };
 /// Places pairs.
 pub static ALIGN_SCATTER: Kernel = Kernel { stem: "align_scatter", reads: 1, writes: 2 };
 
-/// Invocations of the scan.
-pub const SCAN_LANES: u32 = 64;
 /// Consumers whose dispatch arguments one alignment can write.
 pub const MAX_CONSUMERS: usize = 16;
 /// Words in front of `expert_ids`: 16 dispatch arguments of four words, the count, the real tiles, padding.
@@ -44,12 +38,12 @@ params! {
         sorted_base: u32,
         /// Word of the ranks in the work buffer.
         rank_base: u32,
-        /// Word of the totals in the work buffer.
-        total_base: u32,
-        /// Word of the bases in the work buffer.
-        base_base: u32,
+        /// Word of the places in the work buffer.
+        place_base: u32,
         /// Dispatch arguments to write.
         consumers: u32,
+        /// Word of the places in the output buffer.
+        places_base: u32,
         /// Padding.
         pad0: u32,
         /// Column tiles of each consumer.
@@ -78,7 +72,7 @@ pub struct Align<'a> {
 /// Where an alignment lies: one buffer of i32 words that consumers bind whole.
 #[derive(Debug, Clone)]
 pub struct Aligned {
-    /// Dispatch arguments, count, `expert_ids`, `sorted_token_ids`.
+    /// Dispatch arguments, count, `expert_ids`, `sorted_token_ids`, places.
     pub view: View,
     /// B.
     pub tile: usize,
@@ -86,6 +80,8 @@ pub struct Aligned {
     pub expert_base: u32,
     /// Word of `sorted_token_ids` i32 `[C]`.
     pub sorted_base: u32,
+    /// Word of the places i32 `[P]`: where each pair stands in `sorted_token_ids`.
+    pub places_base: u32,
     /// C.
     pub capacity: usize,
     columns: Vec<u32>,
@@ -107,14 +103,15 @@ impl Aligned {
     }
 }
 
-/// Pairs a chunk: small chunks cost less comparing, large ones less memory where there are many buckets and fewer steps in
-/// the sums over chunks.
-pub const CHUNKS: [u32; 2] = [64, 256];
+/// Pairs a chunk: small chunks cost less comparing, large ones less adding over chunks.
+pub const CHUNKS: [u32; 3] = [64, 256, 512];
 
-fn chunk(pairs: usize, buckets: usize) -> u32 {
-    let [small, large] = CHUNKS;
-    let chunks = pairs.div_ceil(small as usize);
-    if chunks <= 64 && chunks * (buckets + 1) <= 1 << 20 { small } else { large }
+/// Chunks that are few: each workgroup of the second stage reads the counts of all.
+const FEW_CHUNKS: usize = 64;
+
+fn chunk(pairs: usize) -> u32 {
+    let [.., largest] = CHUNKS;
+    CHUNKS.into_iter().find(|chunk| pairs.div_ceil(*chunk as usize) <= FEW_CHUNKS).unwrap_or(largest)
 }
 
 /// Pairs that are aligned at once at most.
@@ -128,14 +125,12 @@ pub fn few_vars(most: u32) -> Vars {
 /// Sizes of the alignment at once.
 pub const FEW_SIZES: [u32; 3] = [64, 128, FEW as u32];
 
-/// The variables of count and scatter.
-pub fn by_chunk(chunk: u32) -> Vars {
-    vec![("chunk", chunk.into())]
-}
+/// Invocations of the second stage.
+const LANES: u32 = 256;
 
-/// The variables of the scan.
-pub fn scan_vars() -> Vars {
-    vec![("lanes", SCAN_LANES.into())]
+/// The variables of both stages.
+pub fn vars(chunk: u32) -> Vars {
+    vec![("chunk", chunk.into()), ("lanes", LANES.into())]
 }
 
 impl Align<'_> {
@@ -147,7 +142,7 @@ impl Align<'_> {
         self.record_as(rec, pass, self.pairs <= FEW)
     }
 
-    /// The same in one dispatch, for at most [`FEW`] pairs, or in four.
+    /// The same in one dispatch, for at most [`FEW`] pairs, or in two.
     ///
     /// # Errors
     /// As [`record`](Self::record).
@@ -161,15 +156,15 @@ impl Align<'_> {
                 format!("alignment: {} column counts, at most {MAX_CONSUMERS}", columns.len()),
             ));
         }
-        let chunk = chunk(self.pairs, self.buckets);
+        let chunk = chunk(self.pairs);
         let chunks = self.pairs.div_ceil(chunk as usize).max(1);
         let capacity = align_capacity(self.pairs, self.buckets, self.tile);
         let sorted_base = HEADER_WORDS + capacity / self.tile;
         let rank_base = chunks * (self.buckets + 1);
-        let total_base = rank_base + self.pairs;
-        let base_base = total_base + self.buckets + 1;
-        let view = rec.scratch(self.label, (sorted_base + capacity) as u64 * 4)?;
-        let work = rec.scratch(self.work_label, (base_base + self.buckets + 1) as u64 * 4)?;
+        let place_base = rank_base + self.pairs;
+        let places_base = sorted_base + capacity;
+        let view = rec.scratch(self.label, (places_base + self.pairs) as u64 * 4)?;
+        let work = rec.scratch(self.work_label, (place_base + rank_base) as u64 * 4)?;
         let mut params = AlignParams {
             pairs: self.pairs as u32,
             buckets: self.buckets as u32,
@@ -179,30 +174,23 @@ impl Align<'_> {
             expert_base: HEADER_WORDS as u32,
             sorted_base: sorted_base as u32,
             rank_base: rank_base as u32,
-            total_base: total_base as u32,
-            base_base: base_base as u32,
+            place_base: place_base as u32,
             consumers: columns.len() as u32,
+            places_base: places_base as u32,
             pad0: 0,
             columns: [0; 16],
         };
         params.columns[..columns.len()].copy_from_slice(&columns);
         let bytes = bytemuck::bytes_of(&params);
         let buffers = [self.ids, &view, &work];
-        let stages: [(&'static Kernel, Vars, u32); 4] = [
-            (&ALIGN_COUNT, by_chunk(chunk), chunks as u32),
-            (&ALIGN_TOTAL, Vars::new(), (self.buckets + 1).div_ceil(64) as u32),
-            (&ALIGN_SCAN, scan_vars(), 1),
-            (&ALIGN_SCATTER, by_chunk(chunk), self.pairs.div_ceil(64) as u32),
-        ];
         if at_once {
             let most = FEW_SIZES.into_iter().find(|most| self.pairs <= *most as usize).unwrap_or(FEW as u32);
             let pipeline = pipeline(rec.gpu(), &ALIGN_FEW, few_vars(most))?;
             rec.dispatch(pass, &pipeline, bytes, &buffers, &Grid::Direct([1, 1, 1]));
-        }
-        for (kernel, vars, groups) in stages.into_iter().filter(|_| !at_once) {
-            let pipeline = pipeline(rec.gpu(), kernel, vars)?;
-            if groups > 0 {
-                rec.dispatch(pass, &pipeline, bytes, &buffers, &Grid::folded(1, groups));
+        } else {
+            for kernel in [&ALIGN_COUNT, &ALIGN_SCATTER] {
+                let pipeline = pipeline(rec.gpu(), kernel, vars(chunk))?;
+                rec.dispatch(pass, &pipeline, bytes, &buffers, &Grid::folded(1, chunks as u32));
             }
         }
         Ok(Aligned {
@@ -210,6 +198,7 @@ impl Align<'_> {
             tile: self.tile,
             expert_base: HEADER_WORDS as u32,
             sorted_base: sorted_base as u32,
+            places_base: places_base as u32,
             capacity,
             columns,
         })

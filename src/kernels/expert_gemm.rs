@@ -114,7 +114,7 @@ pub struct ExpertGemm<'a> {
     pub y_stride: usize,
     /// Add to y.
     pub accumulate: bool,
-    /// f32 arithmetic on every tier: for the router, whose logits decide ids.
+    /// As exact as f32 arithmetic on every tier: for the router, whose logits decide ids.
     pub exact: bool,
 }
 
@@ -247,17 +247,20 @@ impl ExpertGemm<'_> {
     }
 
     fn on_matrices(&self, caps: &Capabilities) -> bool {
-        let many = match self.select {
-            Rows::Dense => matrix::dense(self.rows, self.weights.out_dim).is_some(),
-            Rows::Tiles(aligned) => MatrixTile::of(aligned.tile).is_some(),
-            Rows::Pairs(_) => false,
-        };
-        caps.matrix && many && !self.exact && self.weights.exponent.get().is_some()
+        let many = matches!(self.select, Rows::Dense)
+            && matrix::dense(self.rows, self.weights.out_dim).is_some()
+            && (!self.exact || self.rows >= matrix::EXACT_ROWS);
+        caps.matrix && many && self.weights.exponent.get().is_some()
     }
 
     /// The same product on cooperative matrices, with rows packed for it.
     fn record_matrix(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        let packed = Packed::scratch(rec, "packed", self.rows.div_ceil(self.row_div), self.weights.in_dim)?;
+        let (rows, width) = (self.rows.div_ceil(self.row_div), self.weights.in_dim);
+        let packed = if self.exact {
+            Packed::scratch_twice(rec, "packed twice", rows, width)?
+        } else {
+            Packed::scratch(rec, "packed", rows, width)?
+        };
         Pack { x: self.x, packed: &packed }.record(rec, pass)?;
         let Self { rows, row_div, select, weights, y, y_stride, accumulate, .. } = *self;
         ExpertGemmMatrix { rows, row_div, select, x: &packed, weights, y, y_stride, accumulate }.record(rec, pass)

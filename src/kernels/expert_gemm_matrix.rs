@@ -20,8 +20,10 @@ params! {
         rows: u32,
         /// Pairs that share a row of x.
         row_div: u32,
-        /// Groups of eight in a row of W and of x.
+        /// Groups of eight in a row of W.
         groups: u32,
+        /// Groups of eight in a row of x: as many, or twice as many.
+        x_groups: u32,
         /// Rows of W in this piece.
         out_rows: u32,
         /// First column of y.
@@ -38,7 +40,7 @@ params! {
         expert_base: u32,
         /// Word of `sorted_token_ids`.
         sorted_base: u32,
-        /// Where the exponents begin in x, in vec4.
+        /// Where the exponents begin in x, in words of eight bytes.
         exponents: u32,
         /// Power of two that a weight is multiplied by.
         w_scale: f32,
@@ -46,12 +48,11 @@ params! {
         w_unscale: f32,
         /// Padding.
         pad0: u32,
-        /// Padding.
-        pad1: u32,
     }
 }
 
-/// Semantics: `y[p] (+)= W[id(p)] · x[p / row_div]` with f16 operands and f32 sums; rows of negative ids are left alone.
+/// Semantics: `y[p] (+)= W[id(p)] · x[p / row_div]` with f16 operands and f32 sums. In tiles, y lies in their order and keeps
+/// the powers of two of both operands; rows of negative ids are left alone, those of padding hold anything.
 pub struct ExpertGemmMatrix<'a> {
     /// P, or T when dense.
     pub rows: usize,
@@ -59,25 +60,25 @@ pub struct ExpertGemmMatrix<'a> {
     pub row_div: usize,
     /// Which rows meet which matrix: dense, or tiles of a height that [`matrix::TILES`] has.
     pub select: Rows<'a>,
-    /// `[rows / row_div, in]`.
+    /// `[rows / row_div, in]`; twice only when dense.
     pub x: &'a Packed,
     /// The matrices, with an exponent.
     pub weights: &'a Weights,
-    /// f32 `[rows, y_stride]`, written or added to.
+    /// f32 `[rows, y_stride]`, written or added to; in tiles `[C, y_stride]`, written.
     pub y: &'a View,
-    /// Row of y in elements.
+    /// Row of y in elements; in tiles a multiple of 16.
     pub y_stride: usize,
-    /// Add to y.
+    /// Add to y; only when dense.
     pub accumulate: bool,
 }
 
-/// The variables of one variant: weights are scaled on the way, rows end within a step.
+/// The variables of one variant: weights are scaled on the way, rows end within a step, each value of x has its rest.
 pub fn vars(
     caps: &Capabilities,
     dtype: DType,
     rows: &'static str,
     tile: MatrixTile,
-    [scaled, ragged]: [bool; 2],
+    [scaled, ragged, twice]: [bool; 3],
 ) -> Vars {
     vec![
         ("dtype", dtype.name().into()),
@@ -86,12 +87,15 @@ pub fn vars(
         ("columns", tile.columns.into()),
         ("depth", tile.depth.into()),
         ("ahead", tile.ahead.into()),
+        ("x_ahead", tile.x_ahead.into()),
         ("sub_rows", tile.sub_rows.into()),
         ("sub_columns", tile.sub_columns.into()),
+        ("rests", tile.rests.into()),
         ("strip", tile.strip().into()),
         ("width", caps.row_lanes.into()),
         ("scaled", scaled.into()),
         ("ragged", ragged.into()),
+        ("twice", twice.into()),
     ]
 }
 
@@ -102,16 +106,17 @@ impl ExpertGemmMatrix<'_> {
     /// When the device refuses the shader; for weights or tiles that are none of this tier.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         let w = self.weights;
-        let height = match self.select {
-            Rows::Tiles(aligned) => Some(aligned.tile),
+        let tile = match self.select {
+            Rows::Tiles(aligned) => MatrixTile::of(aligned.tile).filter(|_| !self.accumulate && !self.x.twice),
             Rows::Dense => matrix::dense(self.rows, w.out_dim),
             Rows::Pairs(_) => None,
         };
-        let (Some(tile), Some(exponent)) = (height.and_then(MatrixTile::of), w.exponent.get()) else {
+        let (Some(tile), Some(exponent)) = (tile, w.exponent.get()) else {
             return Err(Error::new(ErrorKind::Unsupported, "matrix product: no tile or no exponent for these weights"));
         };
         let caps = rec.gpu().capabilities().clone();
-        let flags = [exponent != 0, !w.in_dim.is_multiple_of((tile.ahead * tile.depth) as usize)];
+        let ragged = !self.x.width.is_multiple_of((tile.ahead * tile.depth) as usize);
+        let flags = [exponent != 0, ragged, self.x.twice];
         let vars = vars(&caps, w.dtype, self.select.name(), tile, flags);
         let pipeline = pipeline(rec.gpu(), &EXPERT_GEMM_MATRIX, vars)?;
         let (ids, expert_base, sorted_base) = self.select.ids(&self.x.view);
@@ -120,6 +125,7 @@ impl ExpertGemmMatrix<'_> {
                 rows: self.rows as u32,
                 row_div: self.row_div as u32,
                 groups: (w.in_dim / 8) as u32,
+                x_groups: (self.x.width / 8) as u32,
                 out_rows: piece.rows as u32,
                 out_begin: piece.row_begin as u32,
                 y_stride: self.y_stride as u32,
@@ -128,11 +134,10 @@ impl ExpertGemmMatrix<'_> {
                 accumulate: u32::from(self.accumulate),
                 expert_base,
                 sorted_base,
-                exponents: (self.x.rows * self.x.width / 4) as u32,
+                exponents: self.x.exponents(),
                 w_scale: 2f32.powi(exponent),
                 w_unscale: 2f32.powi(-exponent),
                 pad0: 0,
-                pad1: 0,
             };
             let columns = (piece.rows as u32).div_ceil(tile.columns);
             let grid = match self.select {

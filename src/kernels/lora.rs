@@ -94,8 +94,8 @@ pub struct LoraSite {
 pub struct Factors {
     /// 16-byte words of every factor.
     pub pool: View,
-    /// An entry for each (slot, expert, projection) of each site: `[a, b, rank | type << 16 | bias << 24, scale]`; with a bias
-    /// the rank counts it, as the last column of B.
+    /// An entry for each (slot, expert, projection) of each site: `[a, b, rank | type << 16 | bias << 18 | n << 24, scale]`;
+    /// with a bias the rank counts it, as the last column of B; A times 2^n lies in the range of f16.
     pub index: View,
     /// First entries of the sites for which no adapter here has a factor: nothing is recorded for them.
     pub empty: Vec<usize>,

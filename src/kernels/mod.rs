@@ -17,6 +17,7 @@ pub mod pack;
 pub mod expert_gemm;
 pub mod expert_gemm_matrix;
 pub mod lora;
+pub mod lora_matrix;
 pub mod lora_gather;
 pub mod pair_shrink;
 pub mod pair_gemm;

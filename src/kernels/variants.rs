@@ -8,11 +8,11 @@ use crate::gpu::Tier;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
     activation, align, attention, combine, count, down_combine, embed, expert_gemm, expert_gemm_matrix, localise, lora,
-    lora_gather, norm, pack, pair_gemm, pair_shrink, random, rate, remap, rope, route, sample, stream,
+    lora_gather, lora_matrix, norm, pack, pair_gemm, pair_shrink, random, rate, remap, rope, route, sample, stream,
 };
 use crate::plan::capabilities::Capabilities;
 use crate::plan::classes::classes;
-use crate::plan::matrix::TILES;
+use crate::plan::matrix::{DENSE_TILES, TILES};
 use crate::plan::rows::FEW_TILE;
 use crate::router::{GroupScore, RouteOptions, Score};
 
@@ -73,14 +73,12 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
     all.push((&localise::LOCALISE_COPIES, localise::copy_vars()));
     all.push((&remap::REMAP, Vars::new()));
     for chunk in align::CHUNKS {
-        all.push((&align::ALIGN_COUNT, align::by_chunk(chunk)));
-        all.push((&align::ALIGN_SCATTER, align::by_chunk(chunk)));
+        all.push((&align::ALIGN_COUNT, align::vars(chunk)));
+        all.push((&align::ALIGN_SCATTER, align::vars(chunk)));
     }
     for most in align::FEW_SIZES {
         all.push((&align::ALIGN_FEW, align::few_vars(most)));
     }
-    all.push((&align::ALIGN_TOTAL, Vars::new()));
-    all.push((&align::ALIGN_SCAN, align::scan_vars()));
     for dtype in DTYPES {
         for (rows, tile) in DENSE.into_iter().chain(PAIRS) {
             all.push((&expert_gemm::EXPERT_GEMM, expert_gemm::vars(caps, dtype, rows, tile)));
@@ -158,18 +156,27 @@ fn few_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
 }
 
 fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
-    all.push((&pack::PACK, pack::vars()));
+    for twice in [false, true] {
+        all.push((&pack::PACK, pack::vars(twice)));
+    }
+    all.push((&lora_matrix::LORA_SHRINK_MATRIX, lora_matrix::vars(caps)));
+    all.push((&lora_matrix::LORA_EXPAND_TILES, lora_matrix::expand_vars()));
     for (dtype, scaled) in [(DType::F16, false), (DType::Bf16, false), (DType::Bf16, true)] {
-        for (rows, ragged) in [("dense", false), ("dense", true), ("tiles", false), ("tiles", true)] {
+        for ragged in [false, true] {
             for tile in TILES {
-                let vars = expert_gemm_matrix::vars(caps, dtype, rows, tile, [scaled, ragged]);
+                let vars = expert_gemm_matrix::vars(caps, dtype, "tiles", tile, [scaled, ragged, false]);
                 all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars));
+            }
+            for tile in DENSE_TILES {
+                for twice in [false, true] {
+                    let vars = expert_gemm_matrix::vars(caps, dtype, "dense", tile, [scaled, ragged, twice]);
+                    all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars));
+                }
             }
         }
     }
     for kind in ACTIVATIONS {
-        for dense in [false, true] {
-            all.push((&activation::ACTIVATION_PACK, activation::pack_vars(kind, dense)));
-        }
+        all.push((&activation::ACTIVATION_PACK, activation::pack_vars(kind)));
     }
+    all.push((&combine::COMBINE_TILES, Vars::new()));
 }

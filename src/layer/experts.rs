@@ -3,19 +3,16 @@
 use crate::activation::Activation;
 use crate::adapter::sites::LayerSites;
 use crate::error::{Error, ErrorKind, Result};
-use crate::kernels::activation::{Activate, Hidden};
+use crate::kernels::activation::Activate;
 use crate::kernels::align::{Align, Aligned};
 use crate::kernels::combine::Combine;
 use crate::kernels::expert_gemm::{ExpertGemm, Rows};
-use crate::kernels::expert_gemm_matrix::ExpertGemmMatrix;
 use crate::kernels::localise::Localise;
 use crate::kernels::lora::{self, Lora};
-use crate::kernels::pack::Packed;
 use crate::kernels::remap::Remap;
 use crate::kernels::{Recording, View};
 use crate::layer::{LoraBatch, MoeLayer, MoeTensors, Routed};
 use crate::plan::capabilities::Capabilities;
-use crate::plan::matrix::{self, MatrixTile};
 use crate::plan::rows;
 use crate::router::NoAdapter;
 use crate::shape::MoeShape;
@@ -71,6 +68,9 @@ impl MoeLayer {
         if let Some(few) = self.few(rec, t) {
             return self.few_pairs(rec, pass, t, routed, &ids, few);
         }
+        if let Some(tile) = self.matrix_tile(&caps, pairs) {
+            return self.on_matrices(rec, pass, t, routed, &ids, tile);
+        }
 
         // Virtual ids, then tiles of both streams.
         let adapters = match t.lora {
@@ -104,8 +104,7 @@ impl MoeLayer {
                 }
             };
 
-        // Experts. On the matrix tier both operands of a product are f16, packed where they are made.
-        let matrix = aligned.as_ref().is_some_and(|aligned| MatrixTile::of(aligned.tile).is_some());
+        // Experts.
         let (rows, accumulate, exact) = (pairs, false, false);
         let gate_up = rec.scratch("gate_up", (pairs * 2 * f * 4) as u64)?;
         let y = rec.scratch("expert y", (pairs * d * 4) as u64)?;
@@ -115,27 +114,13 @@ impl MoeLayer {
             ExpertGemm { rows, row_div, select, x, weights, y, y_stride, accumulate, exact }.record(rec, pass)?;
         }
         with_adapters(rec, pass, false, t.x, &gate_up)?;
-        let activate = Activate {
-            rows: pairs,
-            width: f,
-            kind: self.activation,
-            gate_up: &gate_up,
-            ids: Some(&ids),
-            h: Hidden::Plain(&h),
-        };
-        let (row_div, weights, y_stride) = (1, &self.down, d);
-        // Adapters read h in f32.
-        if matrix && adapters.is_none() {
-            let packed = Packed::scratch(rec, "packed", pairs, f)?;
-            Activate { h: Hidden::Packed(&packed), ..activate }.record(rec, pass)?;
-            ExpertGemmMatrix { rows, row_div, select, x: &packed, weights, y: &y, y_stride, accumulate }
-                .record(rec, pass)?;
-        } else {
-            activate.record(rec, pass)?;
-            ExpertGemm { rows, row_div, select, x: &h, weights, y: &y, y_stride, accumulate, exact }
-                .record(rec, pass)?;
-            with_adapters(rec, pass, true, &h, &y)?;
+        Activate { rows: pairs, width: f, kind: self.activation, gate_up: &gate_up, ids: Some(&ids), h: &h }
+            .record(rec, pass)?;
+        {
+            let (row_div, x, weights, y, y_stride) = (1, &h, &self.down, &y, d);
+            ExpertGemm { rows, row_div, select, x, weights, y, y_stride, accumulate, exact }.record(rec, pass)?;
         }
+        with_adapters(rec, pass, true, &h, &y)?;
         Combine {
             tokens: t.tokens,
             top_k: a,
@@ -158,12 +143,12 @@ impl MoeLayer {
         ids: &View,
         batch: &LoraBatch,
     ) -> Result<View> {
-        let pairs = t.tokens * self.shape.top_k;
-        let virtual_topk_ids = rec.scratch("virtual_topk_ids", (pairs * 4) as u64)?;
+        let top_k = self.shape.top_k;
+        let virtual_topk_ids = rec.scratch("virtual_topk_ids", (t.tokens * top_k * 4) as u64)?;
         let lora_mask = rec.scratch("lora_mask", (t.tokens * 4) as u64)?;
         Remap {
-            pairs,
-            top_k: self.shape.top_k,
+            pairs: t.tokens * top_k,
+            top_k,
             experts: self.experts,
             slots: batch.slots,
             no_adapter: NoAdapter::Skip,
@@ -186,9 +171,7 @@ impl MoeLayer {
         pairs: usize,
         ids: &View,
     ) -> Result<Option<Aligned>> {
-        let matrix = caps.matrix && self.gate_up.exponent.get().is_some() && self.down.exponent.get().is_some();
-        let tile = if matrix { matrix::tile(pairs, self.experts) } else { rows::tile(pairs, self.experts) };
-        let Some(tile) = tile else { return Ok(None) };
+        let Some(tile) = rows::tile(pairs, self.experts) else { return Ok(None) };
         let columns: Vec<u32> = self.gate_up.columns(caps, tile).chain(self.down.columns(caps, tile)).collect();
         Align {
             pairs,

@@ -4,7 +4,7 @@ use crate::adapter::pool::AdapterPool;
 use crate::adapter::sites::{EndSites, LayerSites};
 use crate::checkpoint::MlpKind;
 use crate::error::Result;
-use crate::kernels::activation::{Activate, Hidden};
+use crate::kernels::activation::Activate;
 use crate::kernels::attention::Attention;
 use crate::kernels::count::Count;
 use crate::kernels::embed::Embed;
@@ -289,8 +289,7 @@ impl LayerStep<'_> {
                 self.adapt(rec, pass, &sites.gate_up, &x, &both)?;
                 let h = rec.scratch("dense h", (t.rows * f * 4) as u64)?;
                 let kind = crate::activation::Activation::Silu;
-                Activate { rows: t.rows, width: f, kind, gate_up: &both, ids: None, h: Hidden::Plain(&h) }
-                    .record(rec, pass)?;
+                Activate { rows: t.rows, width: f, kind, gate_up: &both, ids: None, h: &h }.record(rec, pass)?;
                 self.dense(rec, pass, &h, down, hidden, d, true)?;
                 self.adapt(rec, pass, &sites.down, &h, hidden)
             }

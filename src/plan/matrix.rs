@@ -45,21 +45,36 @@ pub struct MatrixTile {
     pub columns: u32,
     /// Values of a row in one step.
     pub depth: u32,
-    /// Steps that are loaded ahead, an even number.
+    /// Steps that weights are loaded ahead.
     pub ahead: u32,
+    /// Steps that x is loaded ahead: as many, or one, since it is nearer; registers are short in high tiles.
+    pub x_ahead: u32,
     /// Rows of a subgroup.
     pub sub_rows: u32,
     /// Columns of a subgroup.
     pub sub_columns: u32,
+    /// Subgroups whose rows are all padding do not multiply. A branch keeps loads and products apart, for better or worse.
+    pub rests: bool,
 }
 
-/// Every cut, by height, from a search on an H200: many loads on the way matter most (see `docs/PERFORMANCE.md`).
-pub const TILES: [MatrixTile; 4] = [
-    MatrixTile { height: 16, columns: 32, depth: 64, ahead: 4, sub_rows: 16, sub_columns: 16 },
-    MatrixTile { height: 32, columns: 64, depth: 32, ahead: 8, sub_rows: 16, sub_columns: 32 },
-    MatrixTile { height: 64, columns: 128, depth: 32, ahead: 4, sub_rows: 32, sub_columns: 32 },
-    MatrixTile { height: 128, columns: 128, depth: 32, ahead: 4, sub_rows: 64, sub_columns: 32 },
+/// A cut; its fields in order.
+const fn cut(height: u32, columns: u32, depth: u32, ahead: u32, sub_rows: u32, sub_columns: u32) -> MatrixTile {
+    MatrixTile { height, columns, depth, ahead, x_ahead: ahead, sub_rows, sub_columns, rests: true }
+}
+
+/// Every cut of tiles of pairs, by height, from a search on an H200: little workgroup memory, and a height that holds the
+/// pairs of a matrix at once, matter most (see `docs/PERFORMANCE.md`).
+pub const TILES: [MatrixTile; 5] = [
+    cut(16, 64, 64, 2, 16, 16),
+    cut(32, 64, 64, 4, 16, 32),
+    cut(48, 256, 32, 2, 48, 32),
+    MatrixTile { x_ahead: 1, rests: false, ..cut(80, 256, 64, 2, 80, 32) },
+    MatrixTile { x_ahead: 1, rests: false, ..cut(144, 128, 64, 2, 48, 64) },
 ];
+
+/// The same for dense products, which need workgroup memory for their sums.
+pub const DENSE_TILES: [MatrixTile; 4] =
+    [cut(16, 64, 64, 2, 16, 16), cut(32, 64, 64, 4, 16, 32), cut(64, 128, 64, 2, 32, 32), cut(128, 128, 64, 2, 64, 32)];
 
 impl MatrixTile {
     /// The cut of tiles of `height` pairs.
@@ -72,57 +87,81 @@ impl MatrixTile {
         (self.height / self.sub_rows) * (self.columns / self.sub_columns)
     }
 
-    /// Columns of the strip of 16 rows through which a subgroup writes its sums: 32, or 16 where memory is short.
+    /// Columns of the strip of 16 rows through which a subgroup of a dense product writes its sums: 32, or 16 where memory
+    /// is short.
     pub fn strip(&self) -> u32 {
-        let fits = self.operand_bytes() + self.subgroups() * 16 * 32 * 4 <= WORKGROUP_BYTES;
+        let fits = self.workgroup_bytes() + self.subgroups() * 16 * 32 * 4 <= WORKGROUP_BYTES;
         if fits && self.sub_columns >= 32 { 32 } else { 16 }
     }
 
-    /// Two steps of both operands, rows longer by eight halves.
-    fn operand_bytes(&self) -> u32 {
-        2 * (self.height + self.columns) * (self.depth + 8) * 2
-    }
-
-    /// Workgroup memory in bytes.
+    /// Workgroup memory of a step of both operands in bytes, rows longer by eight halves.
     pub fn workgroup_bytes(&self) -> u32 {
-        self.operand_bytes() + self.subgroups() * 16 * self.strip() * 4
+        (self.height + self.columns) * (self.depth + 8) * 2
+    }
+
+    /// The same and the strips of a dense product.
+    pub fn dense_workgroup_bytes(&self) -> u32 {
+        self.workgroup_bytes() + self.subgroups() * 16 * self.strip() * 4
     }
 }
 
-/// Tile height for `pairs` spread over `matrices` on the matrix tier, or `None` for one pair at a time.
+/// Tile height for `pairs` spread over `matrices` on the matrix tier, or `None` for one pair at a time: the lowest one that
+/// holds the pairs of a matrix, two standard deviations of random routing more than their mean. Two tiles of one matrix read
+/// it twice.
 pub fn tile(pairs: usize, matrices: usize) -> Option<usize> {
-    let matrices = matrices.max(1);
-    match pairs {
-        n if n < 2 * matrices => None,
-        n if n < 12 * matrices => Some(16),
-        n if n < 24 * matrices => Some(32),
-        n if n < 96 * matrices => Some(64),
-        _ => Some(128),
+    let mean = pairs as f64 / matrices.max(1) as f64;
+    if mean < 2.0 {
+        return None;
     }
+    let most = mean + 2.0 * mean.sqrt();
+    let [.., highest] = TILES;
+    Some(TILES.iter().find(|t| f64::from(t.height) >= most).unwrap_or(&highest).height as usize)
 }
 
-/// Tile height of a dense product of `rows` rows with `columns` columns, or `None` for few rows: the highest tile that
-/// still makes enough workgroups.
-pub fn dense(rows: usize, columns: usize) -> Option<usize> {
+/// The next lower tile.
+pub fn lower(height: usize) -> Option<usize> {
+    TILES.iter().rev().map(|t| t.height as usize).find(|h| *h < height)
+}
+
+/// The cut of a dense product of `rows` rows with `columns` columns, or `None` for few rows: the highest tile that still
+/// makes enough workgroups.
+pub fn dense(rows: usize, columns: usize) -> Option<MatrixTile> {
     if rows <= 8 {
         return None;
     }
     let workgroups = |t: &MatrixTile| rows.div_ceil(t.height as usize) * columns.div_ceil(t.columns as usize);
     let enough = |t: &&MatrixTile| t.height as usize <= rows && workgroups(t) >= ENOUGH_WORKGROUPS;
-    Some(TILES.iter().rev().find(enough).unwrap_or(&TILES[0]).height as usize)
+    Some(*DENSE_TILES.iter().rev().find(enough).unwrap_or(&DENSE_TILES[0]))
 }
 
 /// Workgroups that keep a large GPU busy.
 const ENOUGH_WORKGROUPS: usize = 128;
 
+/// Rows from which on a product that must be as exact as f32 arithmetic runs faster on matrices, which then multiply twice.
+pub const EXACT_ROWS: usize = 1024;
+
 /// The largest magnitude in a block of weights, where [`weight_exponent`] asks for it.
 pub fn largest(dtype: DType, bytes: &[u8]) -> f32 {
-    if dtype != DType::Bf16 {
-        return 0.0;
+    if dtype == DType::Bf16 { largest_magnitude(dtype, bytes) } else { 0.0 }
+}
+
+/// The power of two that brings a factor of an adapter into the range of f16: its largest magnitude to just below 2^14.
+pub fn factor_exponent(dtype: DType, bytes: &[u8]) -> i8 {
+    let exponent = (largest_magnitude(dtype, bytes).to_bits() >> 23) as i32 - 127;
+    (13 - exponent).clamp(-120, 120) as i8
+}
+
+/// Magnitudes order like their bits.
+fn largest_magnitude(dtype: DType, bytes: &[u8]) -> f32 {
+    let halves = || bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]) & 0x7fff).max().unwrap_or(0);
+    match dtype {
+        DType::Bf16 => f32::from_bits(u32::from(halves()) << 16),
+        DType::F16 => half::f16::from_bits(halves()).to_f32(),
+        DType::F32 | DType::I32 => {
+            let words = bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]) & 0x7fff_ffff);
+            f32::from_bits(words.max().unwrap_or(0))
+        }
     }
-    // Magnitudes order like their bits.
-    let most = bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]) & 0x7fff).max().unwrap_or(0);
-    f32::from_bits(u32::from(most) << 16)
 }
 
 /// The power of two that brings the weights of a stack into the range of f16: 0 where they lie well within it. `largest` is the
@@ -228,16 +267,19 @@ mod tests {
 
     #[test]
     fn every_cut_divides_evenly_and_fits() {
-        for t in TILES {
+        for t in TILES.into_iter().chain(DENSE_TILES) {
             for lanes in WIDTHS.map(|width| width * t.subgroups()) {
                 assert!(lanes <= 256, "{t:?}");
-                assert_eq!((t.height * t.depth / 4) % lanes, 0, "{t:?}: x");
-                assert_eq!((t.columns * t.depth / 8) % lanes, 0, "{t:?}: w");
-                assert_eq!(lanes % (t.depth / 4), 0, "{t:?}: one part of x a lane");
+                assert_eq!(lanes % (t.depth / 8), 0, "{t:?}: one part of a row a lane");
+                assert_eq!(t.ahead % t.x_ahead, 0, "{t:?}: registers go round");
             }
+            assert!(t.height % t.sub_rows == 0 && t.columns % t.sub_columns == 0, "{t:?}");
             assert!(t.sub_rows % EDGE == 0 && t.sub_columns % EDGE == 0 && t.depth % EDGE == 0, "{t:?}");
-            assert_eq!(t.ahead % 2, 0, "{t:?}: halves of workgroup memory alternate");
             assert!(t.workgroup_bytes() <= WORKGROUP_BYTES, "{t:?}: {}", t.workgroup_bytes());
+        }
+        for t in DENSE_TILES {
+            assert_eq!(t.sub_columns % t.strip(), 0, "{t:?}");
+            assert!(t.dense_workgroup_bytes() <= WORKGROUP_BYTES, "{t:?}: {}", t.dense_workgroup_bytes());
         }
     }
 
@@ -245,8 +287,11 @@ mod tests {
     fn tiles_grow_with_the_pairs_of_a_matrix() {
         assert_eq!(tile(0, 16), None);
         assert_eq!(tile(32, 16), Some(16));
-        assert_eq!(tile(16 * 200, 16), Some(128));
+        assert_eq!(tile(16 * 64, 16), Some(80));
+        assert_eq!(tile(16 * 200, 16), Some(144));
         assert!((0..1 << 14).filter_map(|n| tile(n, 16)).all(|h| MatrixTile::of(h).is_some()));
+        assert_eq!(lower(80), Some(48));
+        assert_eq!(lower(16), None);
     }
 
     #[test]

@@ -17,6 +17,9 @@ pub struct Piece {
     pub rows: usize,
 }
 
+/// Rows of pieces come in multiples of the edge of a cooperative matrix, where the limit leaves room for more than one.
+const EDGE: usize = super::matrix::EDGE as usize;
+
 /// Rows of a piece: at most so many that its column tiles, of 16 rows or more, fit one dimension of a dispatch.
 const MAX_ROWS: usize = 65_535 * 16;
 
@@ -40,7 +43,9 @@ pub fn cut(matrices: usize, rows: usize, row_bytes: u64, limit: u64) -> Result<V
         }
         return Ok(pieces);
     }
-    let each = ((limit / row_bytes) as usize).min(MAX_ROWS);
+    let most = ((limit / row_bytes) as usize).min(MAX_ROWS);
+    // Products on matrices write blocks of columns.
+    let each = if most > EDGE { most / EDGE * EDGE } else { most };
     for first in 0..matrices {
         for row_begin in (0..rows).step_by(each) {
             pieces.push(Piece { first, count: 1, row_begin, rows: each.min(rows - row_begin) });

@@ -1,0 +1,52 @@
+// out[t] = sum over k of w[t,k] y[t A + k], in the order of k, where y lies in the order of the tiles and keeps the powers of
+// two of h and of the weights, as `expert_gemm_matrix` leaves it. The rows of pairs that this rank does not hold are not
+// read: they were never written. With `accumulate` the sum is added to out, which holds the residual.
+enable f16;
+
+struct CombineTilesParams {
+    tokens: u32,
+    top_k: u32,
+    // D / 4, and a row of y in vec4.
+    quads: u32,
+    y_quads: u32,
+    accumulate: u32,
+    // Where the exponents of the pairs begin in h, in words of eight bytes.
+    exponents: u32,
+    w_unscale: f32,
+    // Where the places of the pairs begin in the alignment.
+    places_base: u32,
+}
+
+@group(0) @binding(0) var<uniform> params: CombineTilesParams;
+@group(0) @binding(1) var<storage, read> y: array<vec4<f32>>; // [C, y_stride]
+@group(0) @binding(2) var<storage, read> topk_weights: array<f32>; // [T, A]
+@group(0) @binding(3) var<storage, read> ids: array<i32>; // [T, A], local
+@group(0) @binding(4) var<storage, read> aligned: array<i32>;
+@group(0) @binding(5) var<storage, read> h: array<vec4<f16>>; // [P, F], exponents [P]
+@group(0) @binding(6) var<storage, read_write> out: array<vec4<f32>>; // [T, D]
+
+{% include "shared/rows.wgsl" %}
+{% include "shared/halves.wgsl" %}
+
+@compute @workgroup_size(64)
+fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+    let at = folded(workgroup) * 64u + lane;
+    let token = at / params.quads;
+    let quad = at % params.quads;
+    if (token >= params.tokens) {
+        return;
+    }
+    var sum = vec4<f32>();
+    for (var k = 0u; k < params.top_k; k = k + 1u) {
+        let pair = token * params.top_k + k;
+        if (ids[pair] >= 0) {
+            let place = u32(aligned[params.places_base + pair]);
+            let unscale = power_of_two(-i32(h[params.exponents + pair].x));
+            sum = sum + topk_weights[pair] * (y[place * params.y_quads + quad] * unscale * params.w_unscale);
+        }
+    }
+    if (params.accumulate != 0u) {
+        sum = sum + out[at];
+    }
+    out[at] = sum;
+}

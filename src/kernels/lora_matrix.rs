@@ -1,0 +1,239 @@
+//! Adapters of the matrix tier, in tiles of 16 pairs: packed rows to the rank on cooperative matrices, and from there to
+//! products that lie in the order of the tiles of their experts.
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::kernels::align::Aligned;
+use crate::kernels::linker::{Kernel, Vars, pipeline};
+use crate::kernels::lora::{Factors, LoraSite};
+use crate::kernels::pack::Packed;
+use crate::kernels::params::params;
+use crate::kernels::{Recording, View};
+use crate::plan::capabilities::Capabilities;
+use crate::plan::matrix::EDGE;
+
+/// x to u.
+pub static LORA_SHRINK_MATRIX: Kernel = Kernel { stem: "lora_shrink_matrix", reads: 4, writes: 1 };
+
+/// u to y.
+pub static LORA_EXPAND_TILES: Kernel = Kernel { stem: "lora_expand_tiles", reads: 5, writes: 1 };
+
+/// Pairs of a tile.
+pub const TILE: usize = EDGE as usize;
+
+/// Subgroups of a workgroup, which share the depth.
+const SUBGROUPS: u32 = 4;
+
+params! {
+    /// Sizes of one shrink.
+    LoraShrinkMatrixParams {
+        /// P.
+        rows: u32,
+        /// Pairs that share a row of x.
+        row_div: u32,
+        /// Groups of eight in a row of A and of x.
+        groups: u32,
+        /// First entry of the site in the index.
+        index_base: u32,
+        /// Projections of the site.
+        projections: u32,
+        /// Rank that u has room for.
+        max_rank: u32,
+        /// V.
+        buckets: u32,
+        /// Word of `expert_ids`.
+        expert_base: u32,
+        /// Word of `sorted_token_ids`.
+        sorted_base: u32,
+        /// Where the exponents begin in x, in words of eight bytes.
+        exponents: u32,
+        /// Power of two of the base weights.
+        w_scale: f32,
+        /// Padding.
+        pad0: u32,
+    }
+}
+
+/// Semantics: `u[p] = s · A · x[p / row_div] · 2^e · w_scale` with the factors of virtual expert `id(p)` and the exponent e of
+/// the packed row, as [`LoraExpandTiles`] adds it to products that keep both powers of two; with f16 operands and f32 sums.
+pub struct LoraShrinkMatrix<'a> {
+    /// P.
+    pub rows: usize,
+    /// Pairs that share a row of x.
+    pub row_div: usize,
+    /// Tiles of [`TILE`] pairs by virtual id.
+    pub aligned: &'a Aligned,
+    /// V of the site.
+    pub buckets: usize,
+    /// Rank that u has room for: a multiple of 8.
+    pub max_rank: usize,
+    /// Power of two of the base weights.
+    pub w_scale: f32,
+    /// The site.
+    pub site: &'a LoraSite,
+    /// The layer's factors.
+    pub factors: &'a Factors,
+    /// `[rows / row_div, in]`.
+    pub x: &'a Packed,
+    /// f32 `[P, projections, max_rank]`, written.
+    pub u: &'a View,
+}
+
+/// The variables on one device.
+pub fn vars(caps: &Capabilities) -> Vars {
+    vec![("subgroups", SUBGROUPS.into()), ("width", caps.row_lanes.into())]
+}
+
+fn shrink_columns(site: &LoraSite, max_rank: usize) -> u32 {
+    (site.out_dims.len() * max_rank.next_multiple_of(8).div_ceil(TILE)) as u32
+}
+
+/// Invocations of a workgroup of the expand, columns of each, and ranks that pass through workgroup memory at a time.
+const EXPAND: [u32; 3] = [128, 2, 64];
+
+/// The variables of the expand.
+pub fn expand_vars() -> Vars {
+    let [lanes, per_lane, chunk] = EXPAND;
+    vec![("tile", EDGE.into()), ("lanes", lanes.into()), ("per_lane", per_lane.into()), ("chunk", chunk.into())]
+}
+
+fn expand_columns(out: usize) -> u32 {
+    (out as u32).div_ceil(EXPAND[0] * EXPAND[1])
+}
+
+/// Column tiles of both halves, to announce to an alignment.
+pub fn column_tiles(site: &LoraSite, max_rank: usize) -> [u32; 2] {
+    [shrink_columns(site, max_rank), site.out_dims.iter().map(|n| expand_columns(*n)).sum()]
+}
+
+impl LoraShrinkMatrix<'_> {
+    /// Records the stage.
+    ///
+    /// # Errors
+    /// When the device refuses the shader; for tiles of another height.
+    pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+        if self.aligned.tile != TILE {
+            let message = format!("adapters on matrices: expected tiles of {TILE} pairs, got {}", self.aligned.tile);
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
+        let vars = vars(rec.gpu().capabilities());
+        let pipeline = pipeline(rec.gpu(), &LORA_SHRINK_MATRIX, vars)?;
+        let params = LoraShrinkMatrixParams {
+            rows: self.rows as u32,
+            row_div: self.row_div as u32,
+            groups: (self.site.in_dim / 8) as u32,
+            index_base: self.site.index_base as u32,
+            projections: self.site.out_dims.len() as u32,
+            max_rank: self.max_rank as u32,
+            buckets: self.buckets as u32,
+            expert_base: self.aligned.expert_base,
+            sorted_base: self.aligned.sorted_base,
+            exponents: self.x.exponents(),
+            w_scale: self.w_scale,
+            pad0: 0,
+        };
+        let grid = self.aligned.grid(shrink_columns(self.site, self.max_rank))?;
+        let buffers = [&self.x.view, &self.factors.pool, &self.factors.index, &self.aligned.view, self.u];
+        rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
+        Ok(())
+    }
+}
+
+params! {
+    /// Sizes of one expand.
+    LoraExpandTilesParams {
+        /// P.
+        rows: u32,
+        /// First entry of the site in the index.
+        index_base: u32,
+        /// Projections of the site.
+        projections: u32,
+        /// Rank that u has room for.
+        max_rank: u32,
+        /// V.
+        buckets: u32,
+        /// Row of y in elements.
+        y_stride: u32,
+        /// Word of `expert_ids`.
+        expert_base: u32,
+        /// Word of `sorted_token_ids`.
+        sorted_base: u32,
+        /// Word of the places of the pairs.
+        places_base: u32,
+        /// Padding.
+        pad0: u32,
+        /// Padding.
+        pad1: u32,
+        /// Padding.
+        pad2: u32,
+        /// First column tile of each projection.
+        tile_begin: [u32; 4],
+        /// First column in y of each projection.
+        out_begin: [u32; 4],
+        /// Columns of each projection.
+        out_rows: [u32; 4],
+    }
+}
+
+/// Semantics: `y[place(p)] += B · u[p]` with the factors of virtual expert `id(p)`; nothing where rank is 0.
+pub struct LoraExpandTiles<'a> {
+    /// P.
+    pub rows: usize,
+    /// Tiles of [`TILE`] pairs by virtual id.
+    pub aligned: &'a Aligned,
+    /// V of the site.
+    pub buckets: usize,
+    /// Rank that u has room for: a multiple of 8.
+    pub max_rank: usize,
+    /// The site.
+    pub site: &'a LoraSite,
+    /// The layer's factors.
+    pub factors: &'a Factors,
+    /// f32 `[P, projections, max_rank]`, with the scale and the powers of two that y keeps.
+    pub u: &'a View,
+    /// The order of y.
+    pub places: &'a Aligned,
+    /// f32 `[C, y_stride]`, added to.
+    pub y: &'a View,
+    /// Row of y in elements.
+    pub y_stride: usize,
+}
+
+impl LoraExpandTiles<'_> {
+    /// Records the stage.
+    ///
+    /// # Errors
+    /// When the device refuses the shader.
+    pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+        let pipeline = pipeline(rec.gpu(), &LORA_EXPAND_TILES, expand_vars())?;
+        let mut params = LoraExpandTilesParams {
+            rows: self.rows as u32,
+            index_base: self.site.index_base as u32,
+            projections: self.site.out_dims.len() as u32,
+            max_rank: self.max_rank as u32,
+            buckets: self.buckets as u32,
+            y_stride: self.y_stride as u32,
+            expert_base: self.aligned.expert_base,
+            sorted_base: self.aligned.sorted_base,
+            places_base: self.places.places_base,
+            pad0: 0,
+            pad1: 0,
+            pad2: 0,
+            tile_begin: [0; 4],
+            out_begin: [0; 4],
+            out_rows: [0; 4],
+        };
+        let (mut tiles, mut columns) = (0, 0);
+        for (i, n) in self.site.out_dims.iter().enumerate() {
+            params.tile_begin[i] = tiles;
+            params.out_begin[i] = columns;
+            params.out_rows[i] = *n as u32;
+            tiles += expand_columns(*n);
+            columns += *n as u32;
+        }
+        let grid = self.aligned.grid(tiles)?;
+        let Factors { pool, index } = self.factors;
+        let buffers = [self.u, pool, index, &self.aligned.view, &self.places.view, self.y];
+        rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
+        Ok(())
+    }
+}
