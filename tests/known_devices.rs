@@ -84,7 +84,7 @@ GTX 1060, DX12, FXC  none      baseline  64       1  pairs 1 1 64 0 0 | tiles 4 
 RX 7900 XTX, Vulkan  16x16x16  subgroup  64       1  pairs 1 1 64 0 4 | tiles 4 2 64 0 4 | tiles 8 2 64 0 4
 RX 7900 XTX, DX12    none      subgroup  64       1  pairs 1 1 64 0 4 | tiles 4 2 64 0 4 | tiles 8 2 64 0 4
 H200, Vulkan         16x16x16  matrix    32 one   1  pairs 1 4 128 32 8 | tiles 4 4 128 32 8 | tiles 8 2 64 0 8 \
-| tiles 16 32 64 4 16 16 16 32 | tiles 32 64 32 8 16 32 32 32 | tiles 64 128 32 4 32 32 32 32 | tiles 128 128 32 4 64 32 16 32
+| tiles 16 64 64 2 2 16 16 rests 16 32 | tiles 32 64 64 4 4 16 32 rests 32 32 | tiles 48 256 32 2 2 48 32 rests 32 32 | tiles 80 256 64 2 1 80 32 no-rests 16 32 | tiles 144 128 64 2 1 48 64 no-rests 16 32
 llvmpipe, Vulkan     none      subgroup  8 one   16  pairs 1 1 16 0 8 | tiles 4 2 16 0 8 | tiles 8 2 16 0 8
 SwiftShader, Vulkan  none      subgroup  4 one    2  pairs 1 1 16 0 4 | tiles 4 2 16 0 4 | tiles 8 2 16 0 4
 WARP, DX12           none      subgroup  64       1  pairs 1 1 16 0 4 | tiles 4 2 16 0 4 | tiles 8 2 16 0 4
@@ -169,10 +169,13 @@ fn decided(known: &Known) -> String {
     let tier = caps.tier.to_string();
     let mut products = products.to_vec();
     for tile in TILES.into_iter().filter(|_| caps.matrix) {
-        let vars = expert_gemm_matrix::vars(caps, DType::Bf16, "tiles", tile, [false, false]);
+        let vars = expert_gemm_matrix::vars(caps, DType::Bf16, "tiles", tile, [false; 3]);
         let label = label(&EXPERT_GEMM_MATRIX, &vars);
         products.push(
-            label.trim_start_matches("expert_gemm_matrix[bf16 ").trim_end_matches(" no-scaled no-ragged]").to_owned(),
+            label
+                .trim_start_matches("expert_gemm_matrix[bf16 ")
+                .trim_end_matches(" no-scaled no-ragged no-twice]")
+                .to_owned(),
         );
     }
     let cells = format!("{:<20} {:<9} {tier:<9} {rows:<7} {pieces:>2}", known.name, known.matrices);
