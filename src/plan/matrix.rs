@@ -307,4 +307,17 @@ mod tests {
         assert_eq!(weight_exponent(DType::Bf16, &[f32::INFINITY]), None);
         assert_eq!(weight_exponent(DType::Bf16, &[1e-38]), None);
     }
+
+    #[test]
+    fn factors_come_to_the_upper_end_of_halves() {
+        for dtype in [DType::F32, DType::F16, DType::Bf16] {
+            for value in [0.02f32, 1.0, 300.0] {
+                let exponent = factor_exponent(dtype, &dtype.encode(&[0.0, -value, value / 3.0]));
+                let most = value * f32::from(exponent).exp2();
+                assert!((8_000.0..17_000.0).contains(&most), "{dtype:?} {value}: {most}");
+            }
+        }
+        assert!(factor_exponent(DType::F32, &DType::F32.encode(&[1e30])) < -80);
+        assert_eq!(factor_exponent(DType::F32, &DType::F32.encode(&[0.0])), 120);
+    }
 }
