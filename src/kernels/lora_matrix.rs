@@ -231,7 +231,7 @@ impl LoraExpandTiles<'_> {
             columns += *n as u32;
         }
         let grid = self.aligned.grid(tiles)?;
-        let Factors { pool, index } = self.factors;
+        let Factors { pool, index, .. } = self.factors;
         let buffers = [self.u, pool, index, &self.aligned.view, &self.places.view, self.y];
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         Ok(())
