@@ -267,7 +267,7 @@ impl Gpu {
             | wgpu::Features::TIMESTAMP_QUERY
             | wgpu::Features::TIMESTAMP_QUERY_INSIDE_PASSES;
         if matrices {
-            features |= wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX;
+            features |= matrix::FEATURES;
         }
         let features = adapter.features() & features;
         let limits = wgpu::Limits {
@@ -316,9 +316,7 @@ impl Gpu {
             info.tiers.retain(|t| *t == Tier::Baseline);
         }
         let granted = device.features();
-        if !granted.contains(wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX | wgpu::Features::SHADER_F16)
-            || limits.max_compute_workgroup_storage_size < matrix::WORKGROUP_BYTES
-        {
+        if !granted.contains(matrix::FEATURES) || limits.max_compute_workgroup_storage_size < matrix::WORKGROUP_BYTES {
             info.tiers.retain(|t| *t != Tier::Matrix);
         }
         let best = *info.tiers.last().unwrap_or(&Tier::Baseline);

@@ -116,6 +116,7 @@ fn open(known: &Known) -> Gpu {
     features.set(Features::SUBGROUP, known.subgroups.is_some());
     features.set(Features::SHADER_F16, known.f16);
     features.set(Features::EXPERIMENTAL_COOPERATIVE_MATRIX, known.matrices != "none");
+    features.set(Features::SUBGROUP_BARRIER, known.matrices != "none");
     let limits = Limits {
         max_storage_buffer_binding_size: known.max_binding,
         max_buffer_size: known.max_buffer,
@@ -138,7 +139,7 @@ fn open(known: &Known) -> Gpu {
     let (listed, offered) = (listed(known), adapters[0].limits());
     let matrix = matrix::offered(&adapters[0].get_info(), &adapters[0].features(), &offered, &listed);
     if matrix {
-        required_features |= Features::EXPERIMENTAL_COOPERATIVE_MATRIX;
+        required_features |= matrix::FEATURES;
         // SAFETY: nothing runs on this device.
         experimental_features = unsafe { wgpu::ExperimentalFeatures::enabled() };
     }

@@ -13,8 +13,9 @@ use wgmoe::kernels::linker::{Kernel, Vars, label, render};
 use wgmoe::kernels::params::Params;
 use wgmoe::kernels::variants::variants;
 use wgmoe::kernels::{
-    activation, align, attention, combine, count, down_combine, embed, expert_gemm, expert_gemm_matrix, localise, lora,
-    lora_gather, lora_matrix, norm, pack, pair_gemm, pair_shrink, random, rate, remap, rope, route, sample, stream,
+    activation, align, attention, attention_matrix, attention_split, combine, count, down_combine, embed, expert_gemm,
+    expert_gemm_matrix, localise, lora, lora_gather, lora_matrix, norm, pack, pair_gemm, pair_shrink, random, rate,
+    remap, rope, route, sample, stream,
 };
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::classes::classes;
@@ -54,6 +55,10 @@ fn params_of(stem: &str) -> Layout {
         "norm" => layout::<norm::NormParams>(),
         "rope" => layout::<rope::RopeParams>(),
         "attention" => layout::<attention::AttentionParams>(),
+        "attention_pack" => layout::<attention_matrix::AttentionPackParams>(),
+        "attention_matrix" => layout::<attention_matrix::AttentionMatrixParams>(),
+        "attention_split" => layout::<attention_split::AttentionSplitParams>(),
+        "attention_combine" => layout::<attention_split::AttentionCombineParams>(),
         "sample" => layout::<sample::SampleParams>(),
         "random" => layout::<random::RandomParams>(),
         "rate" => layout::<rate::RateParams>(),
@@ -69,7 +74,9 @@ fn granted(tier: Tier) -> Naga {
     match tier {
         Tier::Baseline => baseline,
         Tier::Subgroup => baseline | Naga::SUBGROUP,
-        Tier::Matrix => baseline | Naga::SUBGROUP | Naga::SHADER_FLOAT16 | Naga::COOPERATIVE_MATRIX,
+        Tier::Matrix => {
+            baseline | Naga::SUBGROUP | Naga::SUBGROUP_BARRIER | Naga::SHADER_FLOAT16 | Naga::COOPERATIVE_MATRIX
+        }
     }
 }
 
@@ -175,10 +182,20 @@ fn every_variant_validates_and_agrees_with_its_host_file() {
 }
 
 /// Shaders of the matrix tier alone.
-const MATRIX_TIER: [&str; 6] =
-    ["pack", "expert_gemm_matrix", "lora_shrink_matrix", "lora_expand_tiles", "activation_pack", "combine_tiles"];
+const MATRIX_TIER: [&str; 8] = [
+    "pack",
+    "expert_gemm_matrix",
+    "lora_shrink_matrix",
+    "lora_expand_tiles",
+    "activation_pack",
+    "combine_tiles",
+    "attention_pack",
+    "attention_matrix",
+];
 /// Shaders for lanes along the depth alone.
 const ALONG_DEPTH: [&str; 3] = ["pair_shrink", "pair_gemm", "down_combine"];
+/// Shaders of hardware alone.
+const HARDWARE: [&str; 2] = ["attention_split", "attention_combine"];
 
 #[test]
 fn variants_are_listed_once_and_cover_every_shader_file() {
@@ -195,7 +212,8 @@ fn variants_are_listed_once_and_cover_every_shader_file() {
             let path = entry.unwrap().path();
             let stem = path.file_stem().unwrap().to_str().unwrap().to_owned();
             let expected = (caps.matrix || !MATRIX_TIER.contains(&stem.as_str()))
-                && (caps.along_depth || !ALONG_DEPTH.contains(&stem.as_str()));
+                && (caps.along_depth || !ALONG_DEPTH.contains(&stem.as_str()))
+                && (caps.split_attention || !HARDWARE.contains(&stem.as_str()));
             if path.is_file() && stems.contains(stem.as_str()) != expected {
                 return Err(format!("{stem}: expected a variant: {expected}"));
             }

@@ -17,6 +17,7 @@ use crate::layer::{LoraBatch, distinct};
 use crate::model::cache::BLOCK_SIZE;
 use crate::model::{Commands, KvCache, Model, StepDispatch, StepTensors};
 use crate::placement::Copies;
+use crate::plan::attention::AttentionWork;
 use crate::plan::exchange::{ExchangeWay, can_dispatch, way};
 use crate::plan::memory::{EngineSizes, engine_sizes};
 
@@ -199,6 +200,8 @@ impl Runner {
                 zeros: self.upload("zeros", bytemuck::cast_slice(&vec![0i32; rows.len()]))?,
             }),
         };
+        let work = AttentionWork::new(self.gpu.capabilities(), &self.attention, &rows);
+        let attention_items = self.upload("attention items", bytemuck::cast_slice(&work.table))?;
         let tensors = StepTensors {
             rows: rows.len(),
             row_table: &row_table,
@@ -213,6 +216,8 @@ impl Runner {
             lora_embedding,
             lora_head,
             routing_counts: self.counter.as_ref().map(|counter| &counter.counts),
+            work: &work,
+            attention_items: &attention_items,
             attended: rows.iter().map(|r| r[1] as u64 + 1).sum(),
             dispatch,
         };

@@ -1,10 +1,13 @@
 //! Causal grouped-query attention over the paged cache.
 
 use crate::error::Result;
+use crate::kernels::attention_matrix::AttentionMatrix;
+use crate::kernels::attention_split::AttentionSplit;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::params::params;
 use crate::kernels::rope::AttentionShape;
 use crate::kernels::{Grid, Recording, View};
+use crate::plan::attention::AttentionWork;
 use crate::plan::capabilities::Capabilities;
 
 /// The shader.
@@ -48,6 +51,10 @@ pub struct Attention<'a> {
     pub row_table: &'a View,
     /// u32 `[sequences, max_blocks]`.
     pub blocks: &'a View,
+    /// How the rows are shared out.
+    pub work: &'a AttentionWork,
+    /// Its table on the device.
+    pub items: &'a View,
     /// f32 `[T, heads, head_dim]`, written.
     pub out: &'a View,
 }
@@ -63,11 +70,15 @@ pub fn vars(caps: &Capabilities, head_dim: usize) -> Vars {
 }
 
 impl Attention<'_> {
-    /// Records the stage.
+    /// Records the stage: tiles and single rows as they were shared out, or each row on its own where nothing is split.
     ///
     /// # Errors
-    /// When the device refuses the shader.
+    /// When the device refuses a shader or has no room for scratch.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+        if rec.gpu().capabilities().split_attention {
+            AttentionMatrix(self).record(rec, pass)?;
+            return AttentionSplit(self).record(rec, pass);
+        }
         let s = &self.shape;
         let vars = vars(rec.gpu().capabilities(), s.head_dim);
         let pipeline = pipeline(rec.gpu(), &ATTENTION, vars)?;

@@ -28,6 +28,8 @@ pub mod embed;
 pub mod norm;
 pub mod rope;
 pub mod attention;
+pub mod attention_matrix;
+pub mod attention_split;
 pub mod sample;
 
 pub mod random;

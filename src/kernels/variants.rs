@@ -7,9 +7,11 @@ use crate::dtype::DType;
 use crate::gpu::Tier;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
-    activation, align, attention, combine, count, down_combine, embed, expert_gemm, expert_gemm_matrix, localise, lora,
-    lora_gather, lora_matrix, norm, pack, pair_gemm, pair_shrink, random, rate, remap, rope, route, sample, stream,
+    activation, align, attention, attention_matrix, attention_split, combine, count, down_combine, embed, expert_gemm,
+    expert_gemm_matrix, localise, lora, lora_gather, lora_matrix, norm, pack, pair_gemm, pair_shrink, random, rate,
+    remap, rope, route, sample, stream,
 };
+use crate::plan::attention::{CUT, MATRIX_WIDTHS};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::classes::classes;
 use crate::plan::matrix::{DENSE_TILES, TILES};
@@ -26,6 +28,8 @@ const HEAD_DIMS: [usize; 5] = [24, 32, 64, 128, 256];
 
 /// Numbers of experts that give different routings: from one a lane to more than any known model has.
 const EXPERTS: [usize; 6] = [16, 32, 64, 128, 256, 512];
+/// Query heads of a workgroup that splits a context; the numbers of known models stand for all from 1 to 8.
+const SPLIT_HEADS: [usize; 5] = [1, 2, 4, 7, 8];
 
 const ACTIVATIONS: [Activation; 4] = [
     Activation::Silu,
@@ -113,6 +117,9 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
             all.push(variant);
         }
     }
+    if caps.split_attention {
+        split_variants(&mut all);
+    }
     all.push((&sample::SAMPLE, sample::vars(caps)));
     all.push((&rate::RATE, rate::vars(caps)));
     all.push((&stream::STREAM, Vars::new()));
@@ -155,12 +162,27 @@ fn few_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
     }
 }
 
+fn split_variants(all: &mut Vec<(&'static Kernel, Vars)>) {
+    for head_dim in HEAD_DIMS {
+        for heads in SPLIT_HEADS.into_iter().filter(|n| head_dim <= 128 || *n <= 4) {
+            for whole in [false, true] {
+                all.push((&attention_split::ATTENTION_SPLIT, attention_split::vars(head_dim, heads, whole)));
+            }
+        }
+        all.push((&attention_split::ATTENTION_COMBINE, attention_split::combine_vars(head_dim)));
+    }
+}
+
 fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
     for twice in [false, true] {
         all.push((&pack::PACK, pack::vars(twice)));
     }
     all.push((&lora_matrix::LORA_SHRINK_MATRIX, lora_matrix::vars(caps)));
     all.push((&lora_matrix::LORA_EXPAND_TILES, lora_matrix::expand_vars()));
+    for head_dim in MATRIX_WIDTHS {
+        all.push((&attention_matrix::ATTENTION_PACK, attention_matrix::pack_vars(CUT, head_dim)));
+        all.push((&attention_matrix::ATTENTION_MATRIX, attention_matrix::vars(caps, CUT, head_dim)));
+    }
     for (dtype, scaled) in [(DType::F16, false), (DType::Bf16, false), (DType::Bf16, true)] {
         for ragged in [false, true] {
             for tile in TILES {

@@ -16,6 +16,7 @@ use crate::kernels::{Recording, View};
 use crate::layer::{LoraBatch, MoeTensors};
 use crate::model::dispatch::add_returned;
 use crate::model::{Commands, DecoderLayer, KvCache, Mlp, Model};
+use crate::plan::attention::AttentionWork;
 
 /// What a step works on.
 pub struct StepTensors<'a> {
@@ -45,6 +46,10 @@ pub struct StepTensors<'a> {
     pub lora_head: Option<LoraBatch>,
     /// u32 `[layers, E]`: choices of experts are added to it; `None`: nobody asked.
     pub routing_counts: Option<&'a View>,
+    /// How attention shares out the rows.
+    pub work: &'a AttentionWork,
+    /// Its table on the device.
+    pub attention_items: &'a View,
     /// Cached positions that all rows together attend to.
     pub attended: u64,
     /// Where tokens are sent to other ranks. T may then be 0.
@@ -255,6 +260,8 @@ impl LayerStep<'_> {
             v_cache,
             row_table: t.row_table,
             blocks: t.blocks,
+            work: t.work,
+            items: t.attention_items,
             out: &attended,
         }
         .record(rec, pass)?;

@@ -22,6 +22,9 @@ pub struct Capabilities {
     /// The lanes of a product lie along the rows of the weights, a subgroup a run of rows: where memory is read in cache
     /// lines. Else each lane has rows of its own: where every lane's load costs, as in software. Needs `one_subgroup`.
     pub along_depth: bool,
+    /// Attention of single rows is cut along the context, a workgroup a key head: on hardware, where many workgroups and
+    /// wide loads pay. In software a workgroup takes one query head without any barrier.
+    pub split_attention: bool,
     /// Products of many rows run on cooperative matrices.
     pub matrix: bool,
     /// Multiply-accumulates that one submission may hold (a desktop driver resets a device after about two seconds).
@@ -76,6 +79,7 @@ impl Capabilities {
             row_lanes: if one_subgroup { min } else { 64 },
             one_subgroup,
             gemm_lanes: if info.software { 16 } else { 64 },
+            split_attention: !info.software,
             along_depth: one_subgroup && !info.software && 4 * min <= MIN_INVOCATIONS,
             matrix: tier >= Tier::Matrix && matrix::takes_subgroups(min, max),
             macs_per_submission: if info.software { 100_000_000 } else { 200_000_000_000 },

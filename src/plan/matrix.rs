@@ -14,6 +14,11 @@ const WIDTHS: [u32; 1] = [32];
 /// Workgroup memory that the largest product needs, in bytes.
 pub const WORKGROUP_BYTES: u32 = 48 << 10;
 
+/// Features that a device of this tier has beside subgroups.
+pub const FEATURES: wgpu::Features = wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX
+    .union(wgpu::Features::SHADER_F16)
+    .union(wgpu::Features::SUBGROUP_BARRIER);
+
 /// Whether lanes can be laid out: by the size of a subgroup, which is fixed.
 pub fn takes_subgroups(min: u32, max: u32) -> bool {
     min == max && WIDTHS.contains(&min)
@@ -27,9 +32,8 @@ pub fn offered(
     listed: &[wgpu::CooperativeMatrixProperties],
 ) -> bool {
     use wgpu::CooperativeScalarType::{F16, F32};
-    let needed = wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX | wgpu::Features::SHADER_F16;
     // WGSL has square matrices only.
-    features.contains(needed)
+    features.contains(FEATURES)
         && takes_subgroups(info.subgroup_min_size, info.subgroup_max_size)
         && limits.max_compute_workgroup_storage_size >= WORKGROUP_BYTES
         && listed.iter().any(|m| [m.m_size, m.n_size, m.k_size] == [EDGE; 3] && m.ab_type == F16 && m.cr_type == F32)

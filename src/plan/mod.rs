@@ -1,5 +1,6 @@
 //! Pure decisions, without a device: which kernel variants run, how tensors are cut, how work is split.
 
+pub mod attention;
 pub mod capabilities;
 pub mod classes;
 pub mod exchange;

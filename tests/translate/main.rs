@@ -44,7 +44,7 @@ fn granted(tier: Tier) -> Capabilities {
         granted |= Capabilities::SUBGROUP;
     }
     if tier >= Tier::Matrix {
-        granted |= Capabilities::SHADER_FLOAT16 | Capabilities::COOPERATIVE_MATRIX;
+        granted |= Capabilities::SUBGROUP_BARRIER | Capabilities::SHADER_FLOAT16 | Capabilities::COOPERATIVE_MATRIX;
     }
     granted
 }
