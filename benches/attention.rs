@@ -15,20 +15,17 @@ use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::{Gpu, GpuOptions};
 
 const RUNS: usize = 9;
-const WARM_UP: Duration = Duration::from_millis(80);
+const WARM_UP: Duration = Duration::from_millis(250);
 const BLOCK_SIZE: usize = 16;
 /// Bytes of keys and values that runs go through before they meet the same again.
 const WORKING_SET: usize = 192 << 20;
 
-const CUTS: [AttentionCut; 6] = [
+const CUTS: [AttentionCut; 3] = [
+    AttentionCut { subgroups: 8, positions: 32, strip: 32 },
     AttentionCut { subgroups: 4, positions: 64, strip: 16 },
     AttentionCut { subgroups: 4, positions: 32, strip: 32 },
-    AttentionCut { subgroups: 4, positions: 32, strip: 16 },
-    AttentionCut { subgroups: 8, positions: 32, strip: 16 },
-    AttentionCut { subgroups: 8, positions: 32, strip: 32 },
-    AttentionCut { subgroups: 2, positions: 64, strip: 16 },
 ];
-const WORKGROUPS: [usize; 5] = [128, 256, 512, 1024, 2048];
+const WORKGROUPS: [usize; 3] = [256, 512, 1024];
 
 fn main() {
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -77,7 +74,7 @@ fn main() {
         }
         if has("search") && rows > 1 && matrix.capabilities().matrix {
             for cut in CUTS {
-                let work = AttentionWork::with_cut(matrix.capabilities(), &shape, &bench.rows, cut, 512);
+                let work = AttentionWork::with_cut(matrix.capabilities(), &shape, &bench.rows, cut, 256);
                 let (us, got) = bench.measure(&matrix, &work, bench.caches.len(), RUNS);
                 println!("      {cut:?}: {us:.1} us, off by {:.1e}", difference(&got, &expected));
             }

@@ -15,9 +15,8 @@ struct AttentionCombineParams {
 
 @group(0) @binding(0) var<uniform> params: AttentionCombineParams;
 @group(0) @binding(1) var<storage, read> runs: array<vec4<f32>>; // [count, heads, splits]: sums [head_dim]; maximum, weight
-@group(0) @binding(2) var<storage, read> items: array<vec4<i32>>; // from base on: row
-@group(0) @binding(3) var<storage, read> rows: array<vec4<i32>>; // [T] token, position, sequence, slot
-@group(0) @binding(4) var<storage, read_write> out: array<vec4<f32>>; // [T, heads, head_dim]
+@group(0) @binding(2) var<storage, read> items: array<vec4<i32>>; // from base on: row, position, sequence, 0
+@group(0) @binding(3) var<storage, read_write> out: array<vec4<f32>>; // [T, heads, head_dim]
 
 {% set quads = head_dim // 4 %}
 {% set parts = lanes // quads %}
@@ -38,8 +37,9 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         return;
     }
     let head = workgroup.x;
-    let row = u32(items[params.base + entry].x);
-    let n = u32(rows[row].y) / params.chunk + 1u;
+    let item = vec4<u32>(items[params.base + entry]);
+    let row = item.x;
+    let n = item.y / params.chunk + 1u;
     let begin = (entry * params.heads + head) * params.splits * (QUADS + 1u);
     var own = vec4<f32>(MASKED, 0.0, 0.0, 0.0);
     if (lane < {{ splits }}u) {
@@ -64,12 +64,12 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     }
     workgroupBarrier();
     var sum = vec4<f32>();
-    for (var i = part; i < n; i = i + {{ 4 * parts }}u) {
-        {% for j in range(4) %}
+    for (var i = part; i < n; i = i + {{ 8 * parts }}u) {
+        {% for j in range(8) %}
         let run{{ j }} = min(i + {{ j * parts }}u, n - 1u);
         let sum{{ j }} = runs[begin + run{{ j }} * (QUADS + 1u) + quad];
         {% endfor %}
-        {% for j in range(4) %}
+        {% for j in range(8) %}
         sum = sum + select(0.0, weight_tile[run{{ j }}], i + {{ j * parts }}u < n) * sum{{ j }};
         {% endfor %}
     }

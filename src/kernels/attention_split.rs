@@ -9,9 +9,9 @@ use crate::kernels::{Grid, Recording};
 use crate::plan::attention::{SPLITS, split_heads};
 
 /// The shader.
-pub static ATTENTION_SPLIT: Kernel = Kernel { stem: "attention_split", reads: 6, writes: 1 };
+pub static ATTENTION_SPLIT: Kernel = Kernel { stem: "attention_split", reads: 5, writes: 1 };
 /// The shader that joins the splits.
-pub static ATTENTION_COMBINE: Kernel = Kernel { stem: "attention_combine", reads: 3, writes: 1 };
+pub static ATTENTION_COMBINE: Kernel = Kernel { stem: "attention_combine", reads: 2, writes: 1 };
 
 params! {
     /// Sizes of the heads, of the cache and of the splits.
@@ -73,14 +73,22 @@ const COMBINE_LANES: u32 = 256;
 /// Semantics: those of [`Attention`] for the single rows, in f32.
 pub(crate) struct AttentionSplit<'a>(pub &'a Attention<'a>);
 
-/// The variables for heads of `head_dim`, `heads` of which a workgroup takes; `whole`: a row is not split.
-pub fn vars(head_dim: usize, heads: usize, whole: bool) -> Vars {
+/// The variables for heads of `head_dim`, `heads` of which a workgroup takes; `aligned`: a block of the cache holds a
+/// multiple of 16 positions; `whole`: a row is not split.
+pub fn vars(head_dim: usize, heads: usize, aligned: bool, whole: bool) -> Vars {
     let positions = if head_dim <= 128 { 16u32 } else { 8 };
+    let heads = heads as u32;
+    // Scores are summed two positions times two heads at a time, where heads are even, each by as many lanes as there are.
+    let tiles = positions / 2 * if heads.is_multiple_of(2) { heads / 2 } else { heads };
+    let fits = |n: &u32| tiles * n <= LANES && (head_dim as u32 / 4).is_multiple_of(*n);
+    let slices = [16, 8, 4, 2].into_iter().find(fits).unwrap_or(1);
     vec![
         ("head_dim", (head_dim as u32).into()),
-        ("heads", (heads as u32).into()),
+        ("heads", heads.into()),
         ("positions", positions.into()),
         ("lanes", LANES.into()),
+        ("slices", slices.into()),
+        ("aligned", aligned.into()),
         ("whole", whole.into()),
     ]
 }
@@ -99,7 +107,8 @@ impl AttentionSplit<'_> {
         }
         let whole = work.splits == 1;
         let heads = split_heads(s);
-        let split = pipeline(rec.gpu(), &ATTENTION_SPLIT, vars(s.head_dim, heads, whole))?;
+        let split =
+            pipeline(rec.gpu(), &ATTENTION_SPLIT, vars(s.head_dim, heads, s.block_size.is_multiple_of(16), whole))?;
         let base = (work.packs + work.tiles) as u32;
         let params = AttentionSplitParams {
             heads: s.heads as u32,
@@ -122,7 +131,7 @@ impl AttentionSplit<'_> {
             rec.scratch("attention runs", bytes as u64)?
         };
         let grid = Grid::folded((s.heads / heads * work.splits) as u32, work.singles as u32);
-        let buffers = [a.q, a.k_cache, a.v_cache, a.items, a.row_table, a.blocks, &runs];
+        let buffers = [a.q, a.k_cache, a.v_cache, a.items, a.blocks, &runs];
         rec.dispatch(pass, &split, bytemuck::bytes_of(&params), &buffers, &grid);
         if whole {
             return Ok(());
@@ -139,7 +148,7 @@ impl AttentionSplit<'_> {
             pad2: 0,
         };
         let grid = Grid::folded(s.heads as u32, work.singles as u32);
-        let buffers = [&runs, a.items, a.row_table, a.out];
+        let buffers = [&runs, a.items, a.out];
         rec.dispatch(pass, &combine, bytemuck::bytes_of(&params), &buffers, &grid);
         Ok(())
     }

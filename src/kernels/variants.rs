@@ -165,8 +165,9 @@ fn few_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
 fn split_variants(all: &mut Vec<(&'static Kernel, Vars)>) {
     for head_dim in HEAD_DIMS {
         for heads in SPLIT_HEADS.into_iter().filter(|n| head_dim <= 128 || *n <= 4) {
-            for whole in [false, true] {
-                all.push((&attention_split::ATTENTION_SPLIT, attention_split::vars(head_dim, heads, whole)));
+            for (aligned, whole) in [(false, false), (false, true), (true, false), (true, true)] {
+                let vars = attention_split::vars(head_dim, heads, aligned, whole);
+                all.push((&attention_split::ATTENTION_SPLIT, vars));
             }
         }
         all.push((&attention_split::ATTENTION_COMBINE, attention_split::combine_vars(head_dim)));

@@ -17,7 +17,7 @@ pub struct AttentionCut {
 }
 
 /// The cut in use, from a search on an H200 (see `docs/PERFORMANCE.md`).
-pub const CUT: AttentionCut = AttentionCut { subgroups: 4, positions: 64, strip: 16 };
+pub const CUT: AttentionCut = AttentionCut { subgroups: 8, positions: 32, strip: 32 };
 
 /// Widths of a head that the matrix kernel takes.
 pub const MATRIX_WIDTHS: [usize; 2] = [64, 128];
@@ -49,17 +49,17 @@ const TILE_ROWS: usize = 16;
 /// Most bytes of packed keys and values; sequences past it are read row by row.
 const PACK_BYTES: usize = 256 << 20;
 /// Workgroups that keep a large GPU busy with loads.
-const WORKGROUPS: usize = 512;
+const WORKGROUPS: usize = 256;
 /// Most splits of a context.
 pub const SPLITS: usize = 64;
 /// Fewest positions of a split.
-const SPLIT_POSITIONS: usize = 32;
+const SPLIT_POSITIONS: usize = 16;
 
 /// The rows of one step. Every layer does the same.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttentionWork {
     /// i32 `[packs + tiles + singles, 4]`. Packs: sequence, first position, end of the positions in the cache, 0.
-    /// Tiles: first row, rows, position of the first, first pack. Singles: row, 0, 0, 0.
+    /// Tiles: first row, rows, position of the first, first pack. Singles: row, position, sequence, 0.
     pub table: Vec<[i32; 4]>,
     /// Blocks of keys and values that are packed for the tiles.
     pub packs: usize,
@@ -123,7 +123,7 @@ impl AttentionWork {
                     [row as i32, height.min(end - row) as i32, first_position, first_pack]
                 }));
             } else {
-                singles.extend((begin..end).map(|row| [row as i32, 0, 0, 0]));
+                singles.extend((begin..end).map(|row| [row as i32, rows[row][1], sequence, 0]));
                 longest = longest.max(last as usize);
             }
             begin = end;
@@ -174,7 +174,11 @@ mod tests {
                 assert!(reach[0] == sequence && reach[1] < position + n);
                 (first..first + n).for_each(|r| seen[r as usize] += 1);
             }
-            work.table[work.packs + work.tiles..].iter().for_each(|s| seen[s[0] as usize] += 1);
+            work.table[work.packs + work.tiles..].iter().for_each(|s| {
+                let row = rows[s[0] as usize];
+                assert_eq!(s[1..3], row[1..3]);
+                seen[s[0] as usize] += 1;
+            });
             assert!(seen.iter().all(|n| *n == 1), "{seen:?}");
             assert_eq!(work.table.len(), work.packs + work.tiles + work.singles);
             assert_eq!(work.singles, if matrix { 17 } else { rows.len() });
@@ -190,8 +194,8 @@ mod tests {
             assert!(work.chunk * work.splits >= context as usize && work.splits <= SPLITS);
             work.splits
         };
-        assert_eq!(splits(1, 32), 1);
-        assert_eq!(splits(1, 1000), 32);
+        assert_eq!(splits(1, 16), 1);
+        assert_eq!(splits(1, 1000), 63);
         assert_eq!(splits(1, 32_768), 64);
         assert_eq!(splits(512, 500), 1);
         let none = AttentionWork::new(&caps, &SHAPE, &[]);
