@@ -22,7 +22,7 @@ help:
 	@echo 'make web        serves a page that runs a layer in your browser, through WebGPU'
 	@echo 'make check      the part of make test that needs no GPU and runs nothing'
 	@echo 'make devices    the GPUs of this machine, with driver and limits'
-	@echo 'make bench      benchmarks of the kernels and of the demonstration model'
+	@echo 'make bench      benchmarks of loading, attention, a layer, a model, and the demonstration model'
 
 demo: release
 	@$(TARGET)/release/wgmoe demo --dir examples/demo
@@ -32,6 +32,8 @@ demo-full: release
 
 bench: release
 	cargo bench --locked
+	@$(TARGET)/release/wgmoe bench layer
+	@$(TARGET)/release/wgmoe bench model
 
 # The program, and a device to run it on.
 release:

@@ -104,6 +104,12 @@ fn help_teaches_every_command_with_an_example() {
     for word in ["wgmoe placement --from-trace", "--ep <N>", "--copies <N>", "--out <FILE>", "--format"] {
         assert!(placement.contains(word), "no `{word}` in\n{placement}");
     }
+    for what in ["layer", "model"] {
+        let help = wgmoe(&["bench", what, "--help"]).stdout;
+        for word in [format!("wgmoe bench {what}").as_str(), "--shape", "--adapters", "--tier", "--format"] {
+            assert!(help.contains(word), "no `{word}` in\n{help}");
+        }
+    }
     assert!(wgmoe(&["--version"]).stdout.starts_with("wgmoe "));
 }
 

@@ -107,7 +107,7 @@ fn site(
                 let bias = biased.then(|| rows().map(|row| row[rank]).collect());
                 let scale = 0.25 + held.len() as f32 / 64.0;
                 let kind = [DType::F32, DType::F16, DType::Bf16].iter().position(|d| d == dtype).unwrap() as u32;
-                index.push([a, b, columns as u32 | kind << 16 | u32::from(biased) << 24, scale.to_bits()]);
+                index.push([a, b, columns as u32 | kind << 16 | u32::from(biased) << 18, scale.to_bits()]);
                 held.push(Held { rank, scale, a: a_values, b: b_values, bias });
             }
         }

@@ -160,8 +160,14 @@ impl Service {
         of_rank: OfRank<'_>,
         leaves: Option<usize>,
     ) -> Vec<Result<Vec<Answer>>> {
+        self.on_devices(&vec![gpu; ranks], of_rank, leaves)
+    }
+
+    /// The same with a device for each rank.
+    fn on_devices(&self, gpus: &[&Gpu], of_rank: OfRank<'_>, leaves: Option<usize>) -> Vec<Result<Vec<Answer>>> {
         let rank = |line: Local| {
             let rank = line.rank();
+            let gpu = gpus[rank];
             let (topology, rule) = of_rank(rank);
             let (model, adapters) = self.load(gpu, topology, rule);
             if rank == 0 {
@@ -184,7 +190,7 @@ impl Service {
             worker.run().map(|()| Vec::new())
         };
         std::thread::scope(|scope| {
-            let threads: Vec<_> = Local::lines(ranks).into_iter().map(|line| scope.spawn(|| rank(line))).collect();
+            let threads: Vec<_> = Local::lines(gpus.len()).into_iter().map(|line| scope.spawn(|| rank(line))).collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()
         })
     }
@@ -314,6 +320,26 @@ fn ranks_that_share_out_each_sequence_cannot_dispatch() {
             let expected = format!("exchange `dispatch` with `tp` 4 and `ep` {ep}");
             assert!(error.contains(&expected), "rank {rank}: {error}");
         }
+    }
+}
+
+#[test]
+fn ranks_on_different_devices_dispatch_and_do_not_add_up() {
+    let tiers = device::every_tier();
+    let f32_tiers: Vec<&Gpu> = tiers.iter().filter(|gpu| !gpu.capabilities().matrix).collect();
+    let &[low, high, ..] = &f32_tiers[..] else { return };
+    let of_rank = |rank| (Topology::new(None, Some(2), rank).unwrap(), PlacementRule::Linear);
+    for (rank, result) in Service::tiny().on_devices(&[low, high], &of_rank, None).into_iter().enumerate() {
+        let error = result.map(|_| ()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Rank, "rank {rank}: {error}");
+        assert!(error.to_string().contains("their devices must compute alike"), "rank {rank}: {error}");
+    }
+    let service = dispatching();
+    let expected = service.one_rank(high);
+    let answers = service.on_devices(&[low, high], &of_rank, None).remove(0).unwrap();
+    for ((logs, answer), (want_logs, want)) in answers.iter().zip(&expected) {
+        let off = logs.iter().zip(want_logs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(answer == want && off < 1e-3, "{answer:?}, expected {want:?}, off by {off}");
     }
 }
 

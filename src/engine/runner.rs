@@ -66,7 +66,7 @@ impl Runner {
             |sequences| engine_sizes(config, heads, limit, sequences, max_context, max_step_tokens, BLOCK_SIZE);
         let mut sizes = sizes_for(max_sequences);
         let way = match &mut ranks {
-            Some(ranks) => exchange_way(&model, options.exchange, sizes.sequences, ranks)?,
+            Some(ranks) => exchange_way(gpu, &model, options.exchange, sizes.sequences, ranks)?,
             None => ExchangeWay::Sums,
         };
         if way == ExchangeWay::Dispatch {
@@ -285,9 +285,33 @@ fn staging(free: &mut Vec<wgpu::Buffer>, gpu: &Gpu, bytes: u64) -> wgpu::Buffer 
 }
 
 /// The way that ranks exchange, as `asked` or as the plan has it, and what they need for it.
-fn exchange_way(model: &Model, asked: Option<ExchangeWay>, sequences: usize, ranks: &mut Ranks) -> Result<ExchangeWay> {
+///
+/// With sums every rank routes every token, and a close call that two ranks decide otherwise would leave a pair to nobody, or
+/// to both. So their devices must compute alike; where each token is routed once they need not.
+fn exchange_way(
+    gpu: &Gpu,
+    model: &Model,
+    asked: Option<ExchangeWay>,
+    sequences: usize,
+    ranks: &mut Ranks,
+) -> Result<ExchangeWay> {
     let (world, moe) = (model.topology(), &model.config().moe);
-    let way = asked.unwrap_or_else(|| way(world, moe, sequences));
+    let info = gpu.info();
+    let own = format!("{}, {} tier, {} {}", info.name, gpu.tier(), info.driver, info.driver_info);
+    let devices = exchange::gather(ranks.line(), own.as_bytes())?;
+    let other = devices.iter().position(|device| *device != devices[0]);
+    let way = asked.unwrap_or(match other {
+        Some(_) if can_dispatch(world) => ExchangeWay::Dispatch,
+        _ => way(world, moe, sequences),
+    });
+    if let (ExchangeWay::Sums, Some(other)) = (way, other) {
+        let [zero, this] = [0, other].map(|rank| String::from_utf8_lossy(&devices[rank]));
+        let message = format!(
+            "exchange `sums`: every rank routes every token, so their devices must compute alike, but rank 0 has `{zero}` and rank \
+             {other} `{this}`; exchange `dispatch` (with `ep` alone) takes different ones"
+        );
+        return Err(Error::new(ErrorKind::Rank, message));
+    }
     if way == ExchangeWay::Dispatch {
         if !can_dispatch(world) {
             let (n, ep) = (world.world(), world.ep());

@@ -9,6 +9,7 @@ mod roofline;
 mod routing;
 mod shape;
 mod synthetic;
+mod timed;
 mod timing;
 
 use clap::{Args, Subcommand};

@@ -1,7 +1,8 @@
 //! `wgmoe bench model`: a whole decoder with random weights: tokens a second for reading prompts and for decoding.
 
 use std::io::Write;
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Instant;
 
 use anyhow::Context;
 use clap::Args;
@@ -13,9 +14,10 @@ use wgmoe::model::{LoadOptions, Model};
 
 use crate::bench::shape::{Shape, Stored};
 use crate::bench::synthetic;
+use crate::bench::timed::{Reading, Spent, Timed};
 use crate::bench::timing::median;
 use crate::devices::driver;
-use crate::ranks::{RankOptions, places};
+use crate::ranks::{ExchangeOption, RankOptions, places};
 use crate::table::{bytes, table};
 use crate::{Device, Format, usage};
 
@@ -71,6 +73,8 @@ pub struct Options {
     #[command(flatten)]
     ranks: RankOptions,
     #[command(flatten)]
+    exchange: ExchangeOption,
+    #[command(flatten)]
     device: Device,
 }
 
@@ -84,6 +88,7 @@ struct Report {
     dtype: &'static str,
     ranks: usize,
     ep: usize,
+    exchange: String,
     /// Weights and adapters of rank 0.
     bytes_resident: u64,
     adapter_bytes: u64,
@@ -101,6 +106,11 @@ struct Row {
     tokens_s: f64,
     /// Of one step of all sequences.
     ms: f64,
+    /// Of that, what rank 0 spends in exchanges, waiting for the other ranks included; how many there are in a step, and the
+    /// bytes that it sends. 0 for one rank.
+    exchange_ms: f64,
+    exchanges: f64,
+    exchange_bytes: f64,
 }
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
@@ -161,15 +171,16 @@ impl Options {
         self.adapters.iter().copied().max().unwrap_or(0)
     }
 
-    fn engine_options(&self) -> EngineOptions {
+    fn engine_options(&self) -> anyhow::Result<EngineOptions> {
         let prefill = self.prefill.iter().copied().max().unwrap_or(0);
-        EngineOptions {
+        Ok(EngineOptions {
             max_sequences: self.sequences.iter().copied().max().unwrap_or(1),
             max_context: prefill.max(self.prompt + self.decode) + 1,
             max_step_tokens: self.step_tokens,
             adapter_slots: self.most_adapters().max(1),
+            exchange: self.exchange.way(&self.ranks)?,
             ..EngineOptions::default()
-        }
+        })
     }
 
     fn load(&self, gpu: &Gpu, shape: &Shape, rank: usize) -> anyhow::Result<Model> {
@@ -196,11 +207,15 @@ impl Options {
     }
 
     fn measure(&self, gpu: &Gpu, shape: &Shape, line: Option<Box<dyn Exchange>>) -> anyhow::Result<Report> {
+        let spent = Arc::new(Spent::default());
         let model = self.load(gpu, shape, 0)?;
         let (share, topology) = (model.share().clone(), model.topology());
         let mut engine = match line {
-            None => Engine::new(gpu, model, self.engine_options())?,
-            Some(line) => Engine::with_ranks(gpu, model, self.engine_options(), line)?,
+            None => Engine::new(gpu, model, self.engine_options()?)?,
+            Some(line) => {
+                let line = Box::new(Timed::new(line, &spent));
+                Engine::with_ranks(gpu, model, self.engine_options()?, line)?
+            }
         };
         let mut ids = Vec::new();
         for n in 0..self.most_adapters() {
@@ -209,12 +224,15 @@ impl Options {
         }
         let mut rows = Vec::new();
         for &adapters in &self.adapters {
+            let used = &ids[..adapters];
             for &sequences in &self.sequences {
-                let took = self.runs(|| decode(&mut engine, sequences, self.prompt, self.decode, &ids[..adapters]))?;
+                let work = |engine: &mut Engine| decode(engine, &spent, sequences, self.prompt, self.decode, used);
+                let took = self.runs(&mut engine, &work)?;
                 rows.push(Row::new("decode", sequences, sequences * self.decode, adapters, took, self.decode));
             }
             for &tokens in self.prefill.iter().filter(|n| **n > 0) {
-                let took = self.runs(|| prefill(&mut engine, tokens, ids[..adapters].first().copied()))?;
+                let work = |engine: &mut Engine| prefill(engine, &spent, tokens, used.first().copied());
+                let took = self.runs(&mut engine, &work)?;
                 rows.push(Row::new("prefill", 1, tokens, adapters.min(1), took, tokens.div_ceil(self.step_tokens)));
             }
         }
@@ -227,6 +245,7 @@ impl Options {
             dtype: self.dtype.dtype().name(),
             ranks: topology.world(),
             ep: topology.ep(),
+            exchange: engine.options().exchange.map_or_else(String::new, |way| way.to_string()),
             bytes_resident: engine.model().bytes_resident(),
             adapter_bytes: engine.adapter_bytes(),
             rows,
@@ -236,10 +255,18 @@ impl Options {
     }
 
     /// The median of some runs after one that compiles shaders and brings adapters to the device.
-    fn runs(&self, mut run: impl FnMut() -> anyhow::Result<Duration>) -> anyhow::Result<f64> {
-        run()?;
-        let times = (0..self.runs).map(|_| Ok(run()?.as_secs_f64())).collect::<anyhow::Result<Vec<_>>>()?;
-        Ok(median(times))
+    fn runs(&self, engine: &mut Engine, run: &dyn Fn(&mut Engine) -> anyhow::Result<Took>) -> anyhow::Result<Took> {
+        run(engine)?;
+        let took = (0..self.runs).map(|_| run(engine)).collect::<anyhow::Result<Vec<_>>>()?;
+        let middle = |part: &dyn Fn(&Took) -> f64| median(took.iter().map(part).collect());
+        Ok(Took {
+            seconds: middle(&|t| t.seconds),
+            exchange: Reading {
+                seconds: middle(&|t| t.exchange.seconds),
+                exchanges: middle(&|t| t.exchange.exchanges),
+                bytes: middle(&|t| t.exchange.bytes),
+            },
+        })
     }
 
     fn print(&self, report: &Report) -> anyhow::Result<()> {
@@ -252,26 +279,65 @@ impl Options {
     }
 }
 
+/// What a run took.
+#[derive(Debug, Clone, Copy)]
+struct Took {
+    seconds: f64,
+    exchange: Reading,
+}
+
+impl Took {
+    /// Since `begin`, when the line had done `before`.
+    fn since(begin: Instant, spent: &Spent, before: Reading) -> Self {
+        Self { seconds: begin.elapsed().as_secs_f64(), exchange: spent.read() - before }
+    }
+}
+
 impl Row {
-    fn new(what: &'static str, sequences: usize, tokens: usize, adapters: usize, seconds: f64, steps: usize) -> Self {
-        let (tokens_s, ms) = (tokens as f64 / seconds, seconds * 1e3 / steps as f64);
-        Self { what, sequences, tokens, adapters, tokens_s, ms }
+    fn new(what: &'static str, sequences: usize, tokens: usize, adapters: usize, took: Took, steps: usize) -> Self {
+        let a_step = |n: f64| n / steps as f64;
+        Self {
+            what,
+            sequences,
+            tokens,
+            adapters,
+            tokens_s: tokens as f64 / took.seconds,
+            ms: a_step(took.seconds * 1e3),
+            exchange_ms: a_step(took.exchange.seconds * 1e3),
+            exchanges: a_step(took.exchange.exchanges),
+            exchange_bytes: a_step(took.exchange.bytes),
+        }
     }
 }
 
 impl Report {
     fn text(&self) -> String {
-        let ranks = if self.ranks == 1 { String::new() } else { format!(", {} ranks, ep {}", self.ranks, self.ep) };
-        let mut rows = table(["", "sequences", "tokens", "adapters", "tokens/s", "ms a step"]);
+        let ranks = if self.ranks == 1 {
+            String::new()
+        } else {
+            format!(", {} ranks, ep {}, {}", self.ranks, self.ep, self.exchange)
+        };
+        let mut header = vec!["", "sequences", "tokens", "adapters", "tokens/s", "ms a step"];
+        if self.ranks > 1 {
+            header.extend(["exchange, ms", "exchanges", "sent"]);
+        }
+        let mut rows = table(header);
         for row in &self.rows {
-            rows.add_row([
+            let mut cells = vec![
                 row.what.to_owned(),
                 row.sequences.to_string(),
                 row.tokens.to_string(),
                 if row.adapters == 0 { "-".to_owned() } else { row.adapters.to_string() },
                 format!("{:.0}", row.tokens_s),
                 format!("{:.2}", row.ms),
-            ]);
+            ];
+            if self.ranks > 1 {
+                let share = 100.0 * row.exchange_ms / row.ms;
+                cells.push(format!("{:.2} ({share:.0} %)", row.exchange_ms));
+                cells.push(format!("{:.0}", row.exchanges));
+                cells.push(bytes(row.exchange_bytes as u64));
+            }
+            rows.add_row(cells);
         }
         format!(
             "{}, {}, {} tier{ranks}\n{}, {} layers in {}: {} of weights{} on rank 0\n{rows}",
@@ -299,11 +365,12 @@ fn prompt(engine: &Engine, sequence: usize, n: usize) -> Vec<u32> {
 /// From the moment when every sequence has its first token to the last token of all.
 fn decode(
     engine: &mut Engine,
+    spent: &Spent,
     sequences: usize,
     prompt_tokens: usize,
     tokens: usize,
     adapters: &[AdapterId],
-) -> anyhow::Result<Duration> {
+) -> anyhow::Result<Took> {
     for s in 0..sequences {
         let adapter = (!adapters.is_empty()).then(|| adapters[s % adapters.len()]);
         let prompt = prompt(engine, s, prompt_tokens);
@@ -317,20 +384,21 @@ fn decode(
         {
             first += 1;
             if first == sequences {
-                begin = Some(Instant::now());
+                begin = Some((Instant::now(), spent.read()));
             }
         }
     })?;
-    Ok(begin.context("a sequence without a token")?.elapsed())
+    let (begin, before) = begin.context("a sequence without a token")?;
+    Ok(Took::since(begin, spent, before))
 }
 
 /// From submission to the first token.
-fn prefill(engine: &mut Engine, tokens: usize, adapter: Option<AdapterId>) -> anyhow::Result<Duration> {
+fn prefill(engine: &mut Engine, spent: &Spent, tokens: usize, adapter: Option<AdapterId>) -> anyhow::Result<Took> {
     let prompt = prompt(engine, 0, tokens);
-    let begin = Instant::now();
+    let (begin, before) = (Instant::now(), spent.read());
     engine.submit(Request { prompt, adapter, max_tokens: 1, ..Request::default() })?;
     finish(engine, |_| {})?;
-    Ok(begin.elapsed())
+    Ok(Took::since(begin, spent, before))
 }
 
 fn finish(engine: &mut Engine, mut seen: impl FnMut(&Event)) -> anyhow::Result<()> {

@@ -1,0 +1,117 @@
+//! `wgmoe bench` from outside, at small sizes: its numbers hang together, and what cannot be measured is refused.
+#![cfg(feature = "cli")]
+
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+/// Exit code, stdout and stderr.
+fn bench(args: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_wgmoe"));
+    let output = command.arg("bench").args(args).stdin(Stdio::null()).output().expect("the program starts");
+    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+fn json(args: &[&str]) -> Value {
+    let (code, stdout, stderr) = bench(args);
+    assert_eq!(code, Some(0), "{stderr}");
+    serde_json::from_str(&stdout).expect(&stdout)
+}
+
+fn number(row: &Value, key: &str) -> f64 {
+    row[key].as_f64().unwrap_or_else(|| panic!("{key} in {row}"))
+}
+
+#[test]
+fn a_layer_is_measured_against_limits_of_the_same_device() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let svg = dir.path().join("roof.svg");
+    let report = json(&[
+        "layer",
+        "--shape",
+        "tiny",
+        "--tokens",
+        "1,12",
+        "--adapters",
+        "0,3",
+        "--rank",
+        "8,16",
+        "--loaded",
+        "5",
+        "--format",
+        "json",
+        "--svg",
+        svg.to_str().expect("a path"),
+    ]);
+    let rows = report["rows"].as_array().expect("rows");
+    let places: Vec<_> = rows.iter().map(|r| (number(r, "tokens"), number(r, "adapters"))).collect();
+    assert_eq!(places, [(1.0, 0.0), (1.0, 3.0), (12.0, 0.0), (12.0, 3.0)]);
+    for row in rows {
+        assert!(number(row, "us") > 0.0 && number(row, "least_us") > 0.0, "{row}");
+        // 4 of 16 experts a token, at least; gate, up and down of 128 x 64 in two bytes each.
+        let experts = number(row, "experts");
+        assert!((4.0..=16.0).contains(&experts) && number(row, "bytes") > experts * 3.0 * 128.0 * 64.0 * 2.0, "{row}");
+        assert!(number(row, "tile_rows_a_pair") >= 1.0 && number(row, "off_cpu") < 2e-3, "{row}");
+    }
+    assert!(number(&rows[1], "macs") > number(&rows[0], "macs"), "adapters multiply, too");
+    assert_eq!(rows[3]["ranks"], serde_json::json!([8, 16]));
+    let limits = &report["limits"];
+    assert!(number(limits, "copy_gb_s") > 0.0 && number(limits, "tflops") > 0.0);
+    let drawn = std::fs::read_to_string(&svg).expect("a picture");
+    assert!(drawn.starts_with("<svg") && drawn.trim_end().ends_with("</svg>"));
+    assert_eq!(drawn.matches("<circle").count(), rows.len() + 2, "a point for each row and two in the legend");
+}
+
+#[test]
+fn one_expert_and_popular_experts_are_what_tokens_meet() {
+    let most = |routing: &str| {
+        let args = ["layer", "--shape", "tiny", "--tokens", "64", "--adapters", "0", "--routing", routing];
+        let report = json(&[&args[..], &["--format", "json"]].concat());
+        number(&report["rows"][0], "most_pairs")
+    };
+    let [uniform, zipf, one] = ["uniform", "zipf:1.5", "one-expert"].map(most);
+    assert_eq!(one, 64.0);
+    assert!(uniform < zipf && zipf < one, "{uniform} {zipf}");
+}
+
+#[test]
+fn a_model_is_measured_on_one_rank_and_on_two() {
+    let small = ["--sequences", "2", "--prompt", "3", "--decode", "2", "--prefill", "9", "--runs", "1"];
+    for ranks in [&["--ep", "1"][..], &["--ep", "2"], &["--ep", "2", "--exchange", "dispatch"]] {
+        let words = ["model", "--shape", "tiny", "--adapters", "0,2", "--format", "json"];
+        let report = json(&[&words[..], &small[..], ranks].concat());
+        let rows = report["rows"].as_array().expect("rows");
+        let whats: Vec<_> = rows.iter().map(|r| (r["what"].as_str(), number(r, "tokens"))).collect();
+        let expected = [(Some("decode"), 4.0), (Some("prefill"), 9.0)];
+        assert_eq!(whats, [expected, expected].concat());
+        let several = number(&report, "ranks") > 1.0;
+        for row in rows {
+            assert!(number(row, "tokens_s") > 0.0, "{row}");
+            assert_eq!(number(row, "exchanges") > 0.0, several, "{row}");
+            assert!(number(row, "exchange_ms") <= number(row, "ms"), "{row}");
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_measured_is_refused() {
+    let cases: [(&[&str], &str); 8] = [
+        (&["layer", "--shape", "nonsense"], "expected qwen3-30b-a3b"),
+        (&["layer", "--tokens", "0"], "--tokens"),
+        (&["layer", "--rank", "100000"], "--rank"),
+        (&["layer", "--routing", "zipf:x"], "zipf:S"),
+        (&["model", "--shape", "tiny", "--layers", "3"], "--layers 3: expected 1 to 2"),
+        (&["model", "--shape", "tiny", "--prefill", "99999999"], "context"),
+        (&["model", "--shape", "tiny", "--sequences", "0"], "--sequences"),
+        (&["model", "--shape", "tiny", "--tp", "2", "--adapters", "1"], "--tp"),
+    ];
+    let failures: Vec<_> = cases
+        .iter()
+        .filter_map(|(args, words)| {
+            let (code, stdout, stderr) = bench(args);
+            (code != Some(2) || !stdout.is_empty() || !stderr.contains(words)).then(|| format!("{args:?}: {stderr}"))
+        })
+        .collect();
+    assert!(failures.is_empty(), "{failures:#?}");
+}
