@@ -142,6 +142,17 @@ impl Engine {
         &self.runner.model
     }
 
+    /// From now on the n-th dispatch of this rank leaves a timestamp in query n, as
+    /// [`Recording::profile`](crate::kernels::Recording::profile) says: for benchmarks.
+    pub fn profile(&mut self, queries: &wgpu::QuerySet, capacity: usize) {
+        self.runner.rec.profile(queries, capacity);
+    }
+
+    /// The labels of the dispatches profiled since the last call, in order.
+    pub fn profiled(&mut self) -> Vec<String> {
+        self.runner.rec.profiled()
+    }
+
     /// Bytes of adapters on this rank's device.
     pub fn adapter_bytes(&self) -> u64 {
         self.runner.pool.bytes()

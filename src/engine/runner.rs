@@ -35,7 +35,7 @@ pub(crate) struct Runner {
     pub blocks: usize,
     attention: AttentionShape,
     cache: KvCache,
-    rec: Recording,
+    pub rec: Recording,
     last_ids: View,
     status: View,
     rotary: View,

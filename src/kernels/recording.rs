@@ -165,7 +165,10 @@ impl Recording {
         {
             return;
         }
-        if let (Some(trace), Ok(wgsl)) = (&mut self.trace, pipeline.source()) {
+        // The source is rendered anew: not for nothing.
+        if let Some(trace) = &mut self.trace
+            && let Ok(wgsl) = pipeline.source()
+        {
             let buffers = buffers.iter().map(|v| (*v).clone()).collect();
             let (label, params, grid) = (pipeline.label.clone(), params.to_vec(), grid.clone());
             trace.push(Traced { label, wgsl, params, buffers, grid });

@@ -61,9 +61,14 @@ pub struct Sample<'a> {
     pub last_ids: &'a View,
 }
 
+/// Invocations of a workgroup on hardware: a row of logits is long, and a subgroup alone would wait for one load after the
+/// other.
+const LANES: u32 = 256;
+
 /// The variables on one device.
 pub fn vars(caps: &Capabilities) -> Vars {
-    vec![("lanes", caps.row_lanes.into()), ("one_subgroup", caps.one_subgroup.into())]
+    let (lanes, one_subgroup) = if caps.along_depth { (LANES, false) } else { (caps.row_lanes, caps.one_subgroup) };
+    vec![("lanes", lanes.into()), ("one_subgroup", one_subgroup.into())]
 }
 
 impl Sample<'_> {

@@ -15,7 +15,7 @@ use wgmoe::model::{LoadOptions, Model};
 use crate::bench::shape::{Shape, Stored};
 use crate::bench::synthetic;
 use crate::bench::timed::{Reading, Spent, Timed};
-use crate::bench::timing::median;
+use crate::bench::timing::{median, microseconds};
 use crate::devices::driver;
 use crate::ranks::{ExchangeOption, RankOptions, places};
 use crate::table::{bytes, table};
@@ -64,6 +64,9 @@ pub struct Options {
     /// Storage type of the weights
     #[arg(long, value_enum, default_value_t = Stored::Bf16, value_name = "TYPE")]
     dtype: Stored,
+    /// Also show where the time of one decoding step goes, dispatch by dispatch
+    #[arg(long)]
+    profile: bool,
     /// Runs, of which the median counts
     #[arg(long, value_name = "N", default_value_t = 3)]
     runs: usize,
@@ -111,6 +114,17 @@ struct Row {
     exchange_ms: f64,
     exchanges: f64,
     exchange_bytes: f64,
+    /// Dispatches of one kind together, in one step, longest first; all but the first dispatch.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    stages: Vec<Stage>,
+}
+
+/// All dispatches of a shader.
+#[derive(Debug, Serialize)]
+struct Stage {
+    stage: String,
+    dispatches: usize,
+    us: f64,
 }
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
@@ -228,7 +242,11 @@ impl Options {
             for &sequences in &self.sequences {
                 let work = |engine: &mut Engine| decode(engine, &spent, sequences, self.prompt, self.decode, used);
                 let took = self.runs(&mut engine, &work)?;
-                rows.push(Row::new("decode", sequences, sequences * self.decode, adapters, took, self.decode));
+                let mut row = Row::new("decode", sequences, sequences * self.decode, adapters, took, self.decode);
+                if self.profile {
+                    row.stages = profile(gpu, &mut engine, sequences, self.prompt, used)?;
+                }
+                rows.push(row);
             }
             for &tokens in self.prefill.iter().filter(|n| **n > 0) {
                 let work = |engine: &mut Engine| prefill(engine, &spent, tokens, used.first().copied());
@@ -306,6 +324,7 @@ impl Row {
             exchange_ms: a_step(took.exchange.seconds * 1e3),
             exchanges: a_step(took.exchange.exchanges),
             exchange_bytes: a_step(took.exchange.bytes),
+            stages: Vec::new(),
         }
     }
 }
@@ -339,8 +358,14 @@ impl Report {
             }
             rows.add_row(cells);
         }
+        let mut stages = String::new();
+        for row in self.rows.iter().filter(|row| !row.stages.is_empty()) {
+            stages += &format!("\n{} sequences, {} adapters, us of one step:\n", row.sequences, row.adapters);
+            let lines = row.stages.iter().map(|s| format!("  {:>9.1}  {:>4} x {}", s.us, s.dispatches, s.stage));
+            stages += &lines.collect::<Vec<_>>().join("\n");
+        }
         format!(
-            "{}, {}, {} tier{ranks}\n{}, {} layers in {}: {} of weights{} on rank 0\n{rows}",
+            "{}, {}, {} tier{ranks}\n{}, {} layers in {}: {} of weights{} on rank 0\n{rows}{stages}",
             self.device,
             self.driver,
             self.tier,
@@ -362,6 +387,21 @@ fn prompt(engine: &Engine, sequence: usize, n: usize) -> Vec<u32> {
     (0..n).map(|i| ((sequence * 7919 + i * 104_729 + 13) % engine.config().vocab) as u32).collect()
 }
 
+fn submit(
+    engine: &mut Engine,
+    sequences: usize,
+    prompt_tokens: usize,
+    max_tokens: usize,
+    adapters: &[AdapterId],
+) -> anyhow::Result<()> {
+    for s in 0..sequences {
+        let adapter = (!adapters.is_empty()).then(|| adapters[s % adapters.len()]);
+        let prompt = prompt(engine, s, prompt_tokens);
+        engine.submit(Request { prompt, adapter, max_tokens, ..Request::default() })?;
+    }
+    Ok(())
+}
+
 /// From the moment when every sequence has its first token to the last token of all.
 fn decode(
     engine: &mut Engine,
@@ -371,11 +411,7 @@ fn decode(
     tokens: usize,
     adapters: &[AdapterId],
 ) -> anyhow::Result<Took> {
-    for s in 0..sequences {
-        let adapter = (!adapters.is_empty()).then(|| adapters[s % adapters.len()]);
-        let prompt = prompt(engine, s, prompt_tokens);
-        engine.submit(Request { prompt, adapter, max_tokens: tokens + 1, ..Request::default() })?;
-    }
+    submit(engine, sequences, prompt_tokens, tokens + 1, adapters)?;
     let (mut first, mut begin) = (0, None);
     let mut seen = std::collections::HashSet::new();
     finish(engine, |event| {
@@ -390,6 +426,40 @@ fn decode(
     })?;
     let (begin, before) = begin.context("a sequence without a token")?;
     Ok(Took::since(begin, spent, before))
+}
+
+/// What the dispatches of one step take, each waiting for the one before: the step after every sequence has its first token.
+fn profile(
+    gpu: &Gpu,
+    engine: &mut Engine,
+    sequences: usize,
+    prompt_tokens: usize,
+    adapters: &[AdapterId],
+) -> anyhow::Result<Vec<Stage>> {
+    submit(engine, sequences, prompt_tokens, 4, adapters)?;
+    let mut tokens = 0;
+    while tokens < sequences {
+        engine.begin_step()?;
+        tokens += engine.wait()?.iter().filter(|event| matches!(event, Event::Token { .. })).count();
+    }
+    let (ty, count) = (wgpu::QueryType::Timestamp, wgpu::QUERY_SET_MAX_QUERIES);
+    let queries = gpu.device().create_query_set(&wgpu::QuerySetDescriptor { label: None, ty, count });
+    engine.profile(&queries, count as usize);
+    engine.begin_step()?;
+    let labels = engine.profiled();
+    engine.profile(&queries, 0);
+    finish(engine, |_| {})?;
+    let ends = microseconds(gpu, &queries, labels.len())?;
+    let mut stages: Vec<Stage> = Vec::new();
+    for (i, label) in labels.iter().enumerate().skip(1) {
+        let us = ends[i] - ends[i - 1];
+        match stages.iter_mut().find(|s| s.stage == *label) {
+            Some(stage) => (stage.dispatches, stage.us) = (stage.dispatches + 1, stage.us + us),
+            None => stages.push(Stage { stage: label.clone(), dispatches: 1, us }),
+        }
+    }
+    stages.sort_by(|a, b| b.us.total_cmp(&a.us));
+    Ok(stages)
 }
 
 /// From submission to the first token.

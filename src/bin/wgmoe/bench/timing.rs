@@ -51,7 +51,7 @@ impl Times {
     }
 }
 
-fn microseconds(gpu: &Gpu, set: &wgpu::QuerySet, n: usize) -> anyhow::Result<Vec<f64>> {
+pub fn microseconds(gpu: &Gpu, set: &wgpu::QuerySet, n: usize) -> anyhow::Result<Vec<f64>> {
     let resolved = gpu.device().create_buffer(&wgpu::BufferDescriptor {
         label: None,
         size: n as u64 * 8,
