@@ -28,25 +28,10 @@ struct CombineTilesParams {
 {% include "shared/rows.wgsl" %}
 {% include "shared/halves.wgsl" %}
 
-@compute @workgroup_size(64)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    let at = folded(workgroup) * 64u + lane;
-    let token = at / params.quads;
-    let quad = at % params.quads;
-    if (token >= params.tokens) {
-        return;
-    }
-    var sum = vec4<f32>();
-    for (var k = 0u; k < params.top_k; k = k + 1u) {
-        let pair = token * params.top_k + k;
-        if (ids[pair] >= 0) {
-            let place = u32(aligned[params.places_base + pair]);
-            let unscale = power_of_two(-i32(h[params.exponents + pair].x));
-            sum = sum + topk_weights[pair] * (y[place * params.y_quads + quad] * unscale * params.w_unscale);
-        }
-    }
-    if (params.accumulate != 0u) {
-        sum = sum + out[at];
-    }
-    out[at] = sum;
+fn output(pair: u32, quad: u32) -> vec4<f32> {
+    let place = u32(aligned[params.places_base + pair]);
+    let unscale = power_of_two(-i32(h[params.exponents + pair].x));
+    return y[place * params.y_quads + quad] * unscale * params.w_unscale;
 }
+
+{% include "shared/weighted_sum.wgsl" %}

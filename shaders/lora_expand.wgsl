@@ -40,20 +40,7 @@ fn main(
     {% endif %}
 ) {
     {% include "shared/tiles.wgsl" %}
-    if (label < 0 || label >= i32(params.buckets)) {
-        return;
-    }
-    var projection = 0u;
-    for (var i = 1u; i < params.projections; i = i + 1u) {
-        projection = select(projection, i, workgroup.x >= params.tile_begin[i]);
-    }
-    let factor = index[params.index_base + u32(label) * params.projections + projection];
-    let rank = factor.rank_type & 0xffffu;
-    if (rank == 0u) {
-        return;
-    }
-    let storage = storage_of(factor);
-    let groups = (rank + 7u) / 8u;
+    {% include "shared/projection.wgsl" %}
     let column = (workgroup.x - params.tile_begin[projection]) * {{ lanes }}u + lane;
     let columns = params.out_rows[projection];
     let w_row0 = min(column, columns - 1u) * groups;

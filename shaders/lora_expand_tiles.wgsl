@@ -44,20 +44,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         return;
     }
     let label = ids[params.expert_base + item];
-    if (label < 0 || label >= i32(params.buckets)) {
-        return;
-    }
-    var projection = 0u;
-    for (var i = 1u; i < params.projections; i = i + 1u) {
-        projection = select(projection, i, workgroup.x >= params.tile_begin[i]);
-    }
-    let factor = index[params.index_base + u32(label) * params.projections + projection];
-    let rank = factor.rank_type & 0xffffu;
-    if (rank == 0u) {
-        return;
-    }
-    let storage = storage_of(factor);
-    let groups = (rank + 7u) / 8u;
+    {% include "shared/projection.wgsl" %}
 
     // The first row of a tile is a real pair, which rows of padding repeat; nothing is written for them.
     let first_pair = u32(ids[params.sorted_base + item * {{ tile }}u]);

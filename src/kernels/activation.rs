@@ -90,7 +90,8 @@ pub struct ActivatePack<'a> {
     pub h: &'a Packed,
 }
 
-fn name(kind: Activation) -> &'static str {
+/// Its word in shaders.
+pub(crate) fn name(kind: Activation) -> &'static str {
     match kind {
         Activation::Silu => "silu",
         Activation::Gelu => "gelu",
@@ -99,7 +100,8 @@ fn name(kind: Activation) -> &'static str {
     }
 }
 
-fn constants(kind: Activation) -> (f32, f32) {
+/// Slope and clamp; 0 where there are none.
+pub(crate) fn constants(kind: Activation) -> (f32, f32) {
     if let Activation::SwigluClamped { alpha, limit } = kind { (alpha, limit) } else { (0.0, 0.0) }
 }
 

@@ -11,6 +11,7 @@ use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::matrix::{self, Exponent, MatrixTile};
 use crate::plan::pieces::Piece;
+use crate::plan::rows::SUBGROUPS;
 
 /// The shader.
 pub static EXPERT_GEMM: Kernel = Kernel { stem: "expert_gemm", reads: 3, writes: 1 };
@@ -155,9 +156,6 @@ fn per_lane(caps: &Capabilities, rows: &str, tile: usize) -> u32 {
 pub(crate) fn along_depth(caps: &Capabilities, tile: usize) -> bool {
     caps.along_depth && tile < 8
 }
-
-/// Subgroups of a workgroup whose lanes lie along the depth.
-const SUBGROUPS: u32 = 4;
 
 /// Invocations of a workgroup, and of those the ones along the depth (0: none).
 pub(crate) fn lanes(caps: &Capabilities, tile: usize) -> [u32; 2] {

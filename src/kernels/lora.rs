@@ -89,6 +89,34 @@ pub struct LoraSite {
     pub in_dim: usize,
 }
 
+/// Where the columns of a site's projections lie, for an expand whose workgroups have some columns each.
+pub(crate) struct Spans {
+    /// First column tile of each projection.
+    pub tile_begin: [u32; 4],
+    /// First column in y of each projection.
+    pub out_begin: [u32; 4],
+    /// Columns of each projection.
+    pub out_rows: [u32; 4],
+    /// Column tiles of all.
+    pub tiles: u32,
+}
+
+impl LoraSite {
+    /// The columns in tiles of `width`.
+    pub(crate) fn spans(&self, width: u32) -> Spans {
+        let mut spans = Spans { tile_begin: [0; 4], out_begin: [0; 4], out_rows: [0; 4], tiles: 0 };
+        let mut columns = 0;
+        for (i, n) in self.out_dims.iter().enumerate() {
+            spans.tile_begin[i] = spans.tiles;
+            spans.out_begin[i] = columns;
+            spans.out_rows[i] = *n as u32;
+            spans.tiles += (*n as u32).div_ceil(width);
+            columns += *n as u32;
+        }
+        spans
+    }
+}
+
 /// The factors of one layer.
 #[derive(Debug, Clone)]
 pub struct Factors {
@@ -166,8 +194,7 @@ pub fn column_tiles(caps: &Capabilities, site: &LoraSite, max_rank: usize, tile:
     let [width, depth_lanes] = expert_gemm::lanes(caps, tile);
     let block = width.checked_div(depth_lanes).map_or(lanes, |subgroups| (subgroups * shrink_rows(tile)) as usize);
     let shrink = site.out_dims.len() * max_rank.next_multiple_of(8).div_ceil(block);
-    let expand: usize = site.out_dims.iter().map(|n| n.div_ceil(lanes)).sum();
-    [shrink as u32, expand as u32]
+    [shrink as u32, site.spans(caps.gemm_lanes).tiles]
 }
 
 impl Lora<'_> {
@@ -219,8 +246,8 @@ impl Lora<'_> {
         let projections = self.site.out_dims.len();
         let max_rank = self.max_rank.next_multiple_of(8);
         let (ids, expert_base, sorted_base) = self.select.ids(self.x);
-        let [_, expand_columns] = column_tiles(&caps, self.site, max_rank, tile);
-        let mut params = LoraExpandParams {
+        let Spans { tile_begin, out_begin, out_rows, tiles } = self.site.spans(caps.gemm_lanes);
+        let params = LoraExpandParams {
             rows: self.rows as u32,
             row_div: 1,
             x_stride: (projections * max_rank / 4) as u32,
@@ -233,20 +260,12 @@ impl Lora<'_> {
             sorted_base,
             pad0: 0,
             pad1: 0,
-            tile_begin: [0; 4],
-            out_begin: [0; 4],
-            out_rows: [0; 4],
+            tile_begin,
+            out_begin,
+            out_rows,
         };
-        let (mut tiles, mut columns) = (0, 0);
-        for (i, n) in self.site.out_dims.iter().enumerate() {
-            params.tile_begin[i] = tiles as u32;
-            params.out_begin[i] = columns as u32;
-            params.out_rows[i] = *n as u32;
-            tiles += n.div_ceil(caps.gemm_lanes as usize);
-            columns += n;
-        }
         let buffers = [u, &self.factors.pool, &self.factors.index, ids, self.y];
-        rec.dispatch(pass, &expand, bytemuck::bytes_of(&params), &buffers, &self.grid(expand_columns)?);
+        rec.dispatch(pass, &expand, bytemuck::bytes_of(&params), &buffers, &self.grid(tiles)?);
         Ok(())
     }
 

@@ -4,7 +4,7 @@
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::align::Aligned;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
-use crate::kernels::lora::{Factors, LoraSite};
+use crate::kernels::lora::{Factors, LoraSite, Spans};
 use crate::kernels::pack::Packed;
 use crate::kernels::params::params;
 use crate::kernels::{Recording, View};
@@ -96,13 +96,12 @@ pub fn expand_vars() -> Vars {
     vec![("tile", EDGE.into()), ("lanes", lanes.into()), ("per_lane", per_lane.into()), ("chunk", chunk.into())]
 }
 
-fn expand_columns(out: usize) -> u32 {
-    (out as u32).div_ceil(EXPAND[0] * EXPAND[1])
-}
+/// Columns of a workgroup of the expand.
+const EXPAND_COLUMNS: u32 = EXPAND[0] * EXPAND[1];
 
 /// Column tiles of both halves, to announce to an alignment.
 pub fn column_tiles(site: &LoraSite, max_rank: usize) -> [u32; 2] {
-    [shrink_columns(site, max_rank), site.out_dims.iter().map(|n| expand_columns(*n)).sum()]
+    [shrink_columns(site, max_rank), site.spans(EXPAND_COLUMNS).tiles]
 }
 
 impl LoraShrinkMatrix<'_> {
@@ -205,7 +204,8 @@ impl LoraExpandTiles<'_> {
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         let pipeline = pipeline(rec.gpu(), &LORA_EXPAND_TILES, expand_vars())?;
-        let mut params = LoraExpandTilesParams {
+        let Spans { tile_begin, out_begin, out_rows, tiles } = self.site.spans(EXPAND_COLUMNS);
+        let params = LoraExpandTilesParams {
             rows: self.rows as u32,
             index_base: self.site.index_base as u32,
             projections: self.site.out_dims.len() as u32,
@@ -218,18 +218,10 @@ impl LoraExpandTiles<'_> {
             pad0: 0,
             pad1: 0,
             pad2: 0,
-            tile_begin: [0; 4],
-            out_begin: [0; 4],
-            out_rows: [0; 4],
+            tile_begin,
+            out_begin,
+            out_rows,
         };
-        let (mut tiles, mut columns) = (0, 0);
-        for (i, n) in self.site.out_dims.iter().enumerate() {
-            params.tile_begin[i] = tiles;
-            params.out_begin[i] = columns;
-            params.out_rows[i] = *n as u32;
-            tiles += expand_columns(*n);
-            columns += *n as u32;
-        }
         let grid = self.aligned.grid(tiles)?;
         let Factors { pool, index, .. } = self.factors;
         let buffers = [self.u, pool, index, &self.aligned.view, &self.places.view, self.y];

@@ -5,7 +5,7 @@ use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::activation;
 use crate::kernels::expert_gemm::{Rows, Weights};
-use crate::kernels::linker::{Kernel, Var, Vars, pipeline};
+use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::pair_shrink::Shrunk;
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
@@ -89,14 +89,13 @@ pub fn vars(
     lora: bool,
     in_dim: usize,
 ) -> Vars {
-    let kind = kind.map_or(Var::Word("none"), |kind| activation::vars(kind, false)[0].1.clone());
     vec![
         ("dtype", dtype.name().into()),
         ("rows", rows.into()),
         ("tile", (tile as u32).into()),
-        ("per_lane", per_lane(kind != Var::Word("none")).into()),
+        ("per_lane", per_lane(kind.is_some()).into()),
         ("steps", rows::steps(caps, in_dim).into()),
-        ("kind", kind),
+        ("kind", kind.map_or("none", activation::name).into()),
         ("lora", lora.into()),
         ("lanes", (rows::SUBGROUPS * caps.row_lanes).into()),
         ("depth_lanes", caps.row_lanes.into()),
@@ -120,8 +119,7 @@ impl PairGemm<'_> {
         let vars = vars(rec.gpu().capabilities(), dtype, self.select.name(), tile, kind, lora, in_dim);
         let pipeline = pipeline(rec.gpu(), &PAIR_GEMM, vars)?;
         let (ids, expert_base, sorted_base) = self.select.ids(self.x);
-        let (alpha, limit) =
-            if let Some(Activation::SwigluClamped { alpha, limit }) = kind { (alpha, limit) } else { (0.0, 0.0) };
+        let (alpha, limit) = kind.map_or((0.0, 0.0), activation::constants);
         let matrices = if kind.is_some() { 2 } else { 1 };
         let (u, pool) = self.adapters.map_or((self.x, self.x), |shrunk| (&shrunk.u, &shrunk.pool));
         for (piece, view) in &self.weights.pieces {
