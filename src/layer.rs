@@ -16,7 +16,7 @@ use crate::adapter::sites::LayerSites;
 use crate::error::Result;
 use crate::kernels::expert_gemm::{ExpertGemm, Rows, Weights};
 use crate::kernels::localise::Owners;
-use crate::kernels::lora::Factors;
+use crate::kernels::lora::{Factors, LoraSite};
 use crate::kernels::route::Route;
 use crate::kernels::{Recording, View};
 use crate::router::RouteOptions;
@@ -59,6 +59,18 @@ pub struct MoeTensors<'a> {
     pub status: &'a View,
     /// Adapters of the batch with the sites and factors of this layer; `None` when no token has one.
     pub lora: Option<(&'a LoraBatch, &'a LayerSites, &'a Factors)>,
+}
+
+impl MoeTensors<'_> {
+    /// Whether an adapter of the batch may change what `site` computes.
+    fn adapts(&self, site: &LoraSite) -> bool {
+        self.lora.is_some_and(|(batch, _, factors)| batch.max_rank > 0 && factors.any(site))
+    }
+
+    /// Whether one may change what experts compute.
+    fn adapts_experts(&self) -> bool {
+        self.lora.is_some_and(|(_, sites, _)| self.adapts(&sites.gate_up) || self.adapts(&sites.down))
+    }
 }
 
 /// What the router chose for each token.

@@ -77,8 +77,12 @@ impl MoeLayer {
             None => None,
             Some((batch, sites, factors)) => {
                 let virtual_topk_ids = self.remap(rec, pass, t, &ids, batch)?;
-                let aligned = self.align_virtual(rec, pass, &caps, pairs, &virtual_topk_ids, batch, sites)?;
-                Some((virtual_topk_ids, aligned, batch, sites, factors))
+                if t.adapts_experts() {
+                    let aligned = self.align_virtual(rec, pass, &caps, pairs, &virtual_topk_ids, batch, sites)?;
+                    Some((virtual_topk_ids, aligned, batch, sites, factors))
+                } else {
+                    None
+                }
             }
         };
         let aligned = self.align(rec, pass, &caps, pairs, &ids)?;

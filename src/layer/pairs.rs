@@ -5,7 +5,6 @@ use crate::kernels::align::Align;
 use crate::kernels::combine::Combine;
 use crate::kernels::down_combine::DownCombine;
 use crate::kernels::expert_gemm::Rows;
-use crate::kernels::lora::LoraSite;
 use crate::kernels::pair_gemm::{self, PairGemm};
 use crate::kernels::pair_shrink::PairShrink;
 use crate::kernels::{Recording, View};
@@ -31,11 +30,8 @@ impl MoeLayer {
     ) -> Result<()> {
         let (top_k, d, f) = (self.shape.top_k, self.shape.hidden, self.width);
         let rows = t.tokens * top_k;
-        let adapted =
-            |site: &LoraSite| t.lora.is_some_and(|(batch, _, factors)| batch.max_rank > 0 && factors.any(site));
-        if let Some((batch, sites, _)) = t.lora
-            && !adapted(&sites.gate_up)
-            && !adapted(&sites.down)
+        if let Some((batch, ..)) = t.lora
+            && !t.adapts_experts()
         {
             // Nothing is shrunk, which would leave the status.
             self.remap(rec, pass, t, ids, batch)?;
@@ -52,7 +48,7 @@ impl MoeLayer {
         let shrunk = |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, down: bool, x: &View| {
             let Some((batch, sites, factors)) = t.lora else { return Ok(None) };
             let site = if down { &sites.down } else { &sites.gate_up };
-            if !adapted(site) {
+            if !t.adapts(site) {
                 return Ok(None);
             }
             PairShrink {

@@ -121,7 +121,7 @@ impl MoeLayer {
     ) -> Result<Option<Aligned>> {
         let Some((batch, sites, _)) = t.lora else { return Ok(None) };
         let virtual_topk_ids = self.remap(rec, pass, t, ids, batch)?;
-        if batch.max_rank == 0 {
+        if !t.adapts_experts() {
             return Ok(None);
         }
         let columns: Vec<u32> = [&sites.gate_up, &sites.down]
@@ -154,7 +154,7 @@ impl MoeLayer {
         x: &Packed,
         products: &Products<'_>,
     ) -> Result<()> {
-        let Some((batch, _, factors)) = t.lora else { return Ok(()) };
+        let Some((batch, _, factors)) = t.lora.filter(|_| t.adapts(site)) else { return Ok(()) };
         let (rows, buckets) = (t.tokens * self.shape.top_k, batch.slots * self.experts);
         let max_rank = batch.max_rank.next_multiple_of(8);
         let u = rec.scratch("lora u", (rows * site.out_dims.len() * max_rank * 4) as u64)?;
