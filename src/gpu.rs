@@ -432,17 +432,34 @@ impl Gpu {
                 format!("buffer `{label}`: {size} bytes, the device allows {}", self.inner.info.max_buffer_bytes),
             ));
         }
+        let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::COPY_SRC | extra;
+        self.create(&wgpu::BufferDescriptor { label: Some(label), size, usage, mapped_at_creation: false })
+    }
+
+    /// A buffer of any kind; errors: `OutOfMemory`.
+    pub(crate) fn create(&self, desc: &wgpu::BufferDescriptor<'_>) -> Result<wgpu::Buffer> {
         let scope = self.device().push_error_scope(wgpu::ErrorFilter::OutOfMemory);
-        let buffer = self.device().create_buffer(&wgpu::BufferDescriptor {
-            label: Some(label),
-            size,
-            usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST | wgpu::BufferUsages::COPY_SRC | extra,
-            mapped_at_creation: false,
-        });
+        let buffer = self.device().create_buffer(desc);
         match pollster::block_on(scope.pop()) {
             None => Ok(buffer),
-            Some(e) => Err(Error::new(ErrorKind::OutOfMemory, format!("buffer `{label}` of {size} bytes: {e}"))),
+            Some(e) => {
+                let message = format!("buffer `{}` of {} bytes: {e}", desc.label.unwrap_or_default(), desc.size);
+                Err(Error::new(ErrorKind::OutOfMemory, message))
+            }
         }
+    }
+
+    /// A buffer of `bytes` or more that the host can read: one of `free`, or a new one in their place.
+    ///
+    /// Errors: `OutOfMemory`.
+    pub(crate) fn readable(&self, free: &mut Vec<wgpu::Buffer>, label: &str, bytes: u64) -> Result<wgpu::Buffer> {
+        if let Some(at) = free.iter().position(|b| b.size() >= bytes) {
+            return Ok(free.swap_remove(at));
+        }
+        free.clear();
+        let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
+        let size = bytes.next_power_of_two().max(256);
+        self.create(&wgpu::BufferDescriptor { label: Some(label), size, usage, mapped_at_creation: false })
     }
 
     /// Copies `bytes` of `buffer` back to the host. Blocks until the device has finished; for tests and tools.

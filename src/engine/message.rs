@@ -40,6 +40,11 @@ impl StepMessage {
         }
     }
 
+    /// The adapter of one of the rows.
+    pub fn adapter_of(&self, row: &[i32; 4]) -> Option<u64> {
+        self.adapters.get(usize::try_from(row[3]).ok()?).copied()
+    }
+
     /// The sequence of a row of logits.
     pub fn sequence_of(&self, logit_row: u32) -> u32 {
         self.rows[self.gather[logit_row as usize] as usize][2] as u32

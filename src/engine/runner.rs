@@ -188,14 +188,11 @@ impl Runner {
         } else {
             None
         };
-        let id_of = |row: &[i32; 4]| usize::try_from(row[3]).ok().and_then(|i| step.adapters.get(i)).copied();
-        let adapters: Vec<u64> = step.rows.iter().map(|row| id_of(row).unwrap_or(0)).collect();
-        let known: Vec<(u64, usize)> = step.adapters.iter().copied().zip(slots.iter().copied()).collect();
         let dispatch = match self.way {
             ExchangeWay::Sums => None,
             ExchangeWay::Dispatch => Some(StepDispatch {
-                adapters: &adapters,
-                slots: &known,
+                adapters: step.rows.iter().map(|row| step.adapter_of(row).unwrap_or(0)).collect(),
+                slots: step.adapters.iter().copied().zip(slots.iter().copied()).collect(),
                 ones: self.upload("ones", bytemuck::cast_slice(&vec![1.0f32; rows.len()]))?,
                 zeros: self.upload("zeros", bytemuck::cast_slice(&vec![0i32; rows.len()]))?,
             }),
@@ -242,7 +239,7 @@ impl Runner {
                 Sample { rows: n_picks, vocab, logits, picks: &picks, sampled: &sampled, last_ids: &self.last_ids };
             commands.pass(&mut self.rec, "sample", 0, |rec, pass| sample.record(rec, pass))?;
         }
-        let staging = staging(&mut self.readback, &self.gpu, results.bytes() as u64);
+        let staging = self.gpu.readable(&mut self.readback, "readback", results.bytes() as u64)?;
         let encoder = commands.encoder();
         encoder.copy_buffer_to_buffer(&self.status.buffer, 0, &staging, 0, 4);
         if n_picks > 0 {
@@ -268,20 +265,6 @@ impl Runner {
         }
         Ok(view)
     }
-}
-
-/// A mappable buffer of at least `bytes`, one of `free` where one is large enough.
-fn staging(free: &mut Vec<wgpu::Buffer>, gpu: &Gpu, bytes: u64) -> wgpu::Buffer {
-    if let Some(at) = free.iter().position(|b| b.size() >= bytes) {
-        return free.swap_remove(at);
-    }
-    free.clear();
-    gpu.device().create_buffer(&wgpu::BufferDescriptor {
-        label: Some("readback"),
-        size: bytes.next_power_of_two().max(256),
-        usage: wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST,
-        mapped_at_creation: false,
-    })
 }
 
 /// The way that ranks exchange, as `asked` or as the plan has it, and what they need for it.

@@ -12,17 +12,6 @@ fn lost(e: &dyn std::fmt::Display) -> Error {
     Error::new(ErrorKind::Device, format!("exchange: {e}"))
 }
 
-fn buffer(gpu: &Gpu, bytes: u64, usage: wgpu::BufferUsages, mapped_at_creation: bool) -> Result<wgpu::Buffer> {
-    let size = bytes.next_power_of_two().max(256);
-    let scope = gpu.device().push_error_scope(wgpu::ErrorFilter::OutOfMemory);
-    let label = Some("exchange");
-    let buffer = gpu.device().create_buffer(&wgpu::BufferDescriptor { label, size, usage, mapped_at_creation });
-    match pollster::block_on(scope.pop()) {
-        None => Ok(buffer),
-        Some(e) => Err(Error::new(ErrorKind::OutOfMemory, format!("exchange buffer of {size} bytes: {e}"))),
-    }
-}
-
 /// Copies from the device to the host.
 #[derive(Default)]
 pub(super) struct Downloads {
@@ -50,14 +39,7 @@ impl Downloads {
     /// submission.
     pub fn copy(&mut self, gpu: &Gpu, encoder: &mut wgpu::CommandEncoder, parts: &[(&View, u64)]) -> Result<Download> {
         let n_bytes = parts.iter().map(|(_, n)| n).sum();
-        let fits = self.free.iter().position(|b| b.size() >= n_bytes);
-        let buffer = match fits {
-            Some(at) => self.free.swap_remove(at),
-            None => {
-                self.free.clear();
-                buffer(gpu, n_bytes, wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST, false)?
-            }
-        };
+        let buffer = gpu.readable(&mut self.free, "exchange", n_bytes)?;
         let mut at = 0;
         for (view, n) in parts {
             encoder.copy_buffer_to_buffer(&view.buffer, view.offset, &buffer, at, *n);
@@ -143,7 +125,12 @@ impl Uploads {
             return Ok(self.free.swap_remove(at).0);
         }
         self.free.retain(|(b, _)| b.size() >= bytes);
-        buffer(gpu, bytes, wgpu::BufferUsages::MAP_WRITE | wgpu::BufferUsages::COPY_SRC, true)
+        gpu.create(&wgpu::BufferDescriptor {
+            label: Some("exchange"),
+            size: bytes.next_power_of_two().max(256),
+            usage: wgpu::BufferUsages::MAP_WRITE | wgpu::BufferUsages::COPY_SRC,
+            mapped_at_creation: true,
+        })
     }
 }
 

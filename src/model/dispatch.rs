@@ -16,7 +16,7 @@ impl LayerStep<'_> {
         &self,
         commands: &mut Commands<'_>,
         rec: &mut Recording,
-        dispatch: &StepDispatch<'_>,
+        dispatch: &StepDispatch,
         returned: Option<View>,
         macs: [u64; 2],
     ) -> Result<Option<View>> {
@@ -38,7 +38,7 @@ impl LayerStep<'_> {
         }
         let Mlp::Experts(moe) = &weights.mlp else { return Ok(None) };
         let tokens = routed.as_ref().map(|(x, routed)| (x, routed));
-        let received = commands.send(rec, tokens, dispatch.adapters, [d, moe.shape.top_k])?;
+        let received = commands.send(rec, tokens, &dispatch.adapters, [d, moe.shape.top_k])?;
         let computed = match received.rows {
             0 => None,
             _ => Some(self.record_received(commands, rec, dispatch, moe, &received, macs[1])?),
@@ -74,7 +74,7 @@ impl LayerStep<'_> {
         &self,
         commands: &mut Commands<'_>,
         rec: &mut Recording,
-        dispatch: &StepDispatch<'_>,
+        dispatch: &StepDispatch,
         moe: &MoeLayer,
         received: &Received,
         macs: u64,
@@ -121,7 +121,7 @@ pub(super) fn add_returned(
     rec: &mut Recording,
     pass: &mut wgpu::ComputePass<'_>,
     t: &StepTensors<'_>,
-    dispatch: &StepDispatch<'_>,
+    dispatch: &StepDispatch,
     returned: &View,
     hidden: &View,
     width: usize,

@@ -53,15 +53,15 @@ pub struct StepTensors<'a> {
     /// Cached positions that all rows together attend to.
     pub attended: u64,
     /// Where tokens are sent to other ranks. T may then be 0.
-    pub dispatch: Option<StepDispatch<'a>>,
+    pub dispatch: Option<StepDispatch>,
 }
 
 /// What a step needs besides where tokens are sent to other ranks.
-pub struct StepDispatch<'a> {
+pub struct StepDispatch {
     /// `[T]`: the adapter of each row by its global id, 0 for none.
-    pub adapters: &'a [u64],
+    pub adapters: Vec<u64>,
     /// The adapters of the whole step, on all ranks: global id and slot on this one.
-    pub slots: &'a [(u64, usize)],
+    pub slots: Vec<(u64, usize)>,
     /// f32 `[T]`, ones.
     pub ones: View,
     /// i32 `[T]`, zeros.

@@ -62,17 +62,12 @@ impl Ring {
     fn mapped(&mut self) -> Result<wgpu::Buffer> {
         if self.made < BUFFERS {
             self.made += 1;
-            let scope = self.gpu.device().push_error_scope(wgpu::ErrorFilter::OutOfMemory);
-            let buffer = self.gpu.device().create_buffer(&wgpu::BufferDescriptor {
+            return self.gpu.create(&wgpu::BufferDescriptor {
                 label: Some("staging"),
                 size: CHUNK_BYTES as u64,
                 usage: wgpu::BufferUsages::MAP_WRITE | wgpu::BufferUsages::COPY_SRC,
                 mapped_at_creation: true,
             });
-            return match pollster::block_on(scope.pop()) {
-                None => Ok(buffer),
-                Some(e) => Err(Error::new(ErrorKind::OutOfMemory, format!("staging buffer: {e}"))),
-            };
         }
         let lost = || Error::new(ErrorKind::Device, "uploading weights: the device gave a staging buffer not back");
         let (buffer, submission, mapped) = self.in_flight.pop_front().ok_or_else(lost)?;
