@@ -97,23 +97,11 @@ impl Share {
     }
 
     /// Does what a rank other than 0 does, until rank 0 ends. All ranks hear of an error.
-    pub fn follow(&self, gpu: &Gpu, mut line: Box<dyn Exchange>) -> anyhow::Result<()> {
-        let rank = line.rank();
-        let (model, adapters) = match self.load(gpu, rank) {
-            Ok(loaded) => loaded,
-            Err(e) => {
-                line.fail(&format!("{e:#}"));
-                return Err(e);
-            }
-        };
-        let mut worker = Worker::new(gpu, model, line)?;
-        for (name, adapter) in &adapters {
-            worker.load_adapter(name, adapter)?;
-        }
-        Ok(worker.run()?)
+    pub fn follow(&self, gpu: &Gpu, line: Box<dyn Exchange>) -> anyhow::Result<()> {
+        follow(gpu, line, |rank| self.load(gpu, rank))
     }
 
-    fn load(&self, gpu: &Gpu, rank: usize) -> anyhow::Result<(Model, Vec<(String, Adapter)>)> {
+    fn load(&self, gpu: &Gpu, rank: usize) -> anyhow::Result<Loaded> {
         let checkpoint = Checkpoint::open(&self.model)?;
         let (model, _) = Model::load(gpu, &checkpoint, &self.load_options(rank)?, &mut |_, _| {})?;
         let adapters = self.adapters(checkpoint.config(), model.share())?;
@@ -128,6 +116,29 @@ impl Share {
         };
         self.loras.iter().map(open).collect()
     }
+}
+
+/// A rank's model, and what it has of every adapter, by name.
+pub type Loaded = (Model, Vec<(String, Adapter)>);
+
+/// Does what a rank other than 0 does with what `load` gives it, until rank 0 ends. All ranks hear of an error.
+pub fn follow(
+    gpu: &Gpu,
+    mut line: Box<dyn Exchange>,
+    load: impl FnOnce(usize) -> anyhow::Result<Loaded>,
+) -> anyhow::Result<()> {
+    let (model, adapters) = match load(line.rank()) {
+        Ok(loaded) => loaded,
+        Err(e) => {
+            line.fail(&format!("{e:#}"));
+            return Err(e);
+        }
+    };
+    let mut worker = Worker::new(gpu, model, line)?;
+    for (name, adapter) in &adapters {
+        worker.load_adapter(name, adapter)?;
+    }
+    Ok(worker.run()?)
 }
 
 /// The ranks beside this one.
@@ -159,12 +170,17 @@ pub struct Others {
 }
 
 impl Others {
-    /// Starts the other ranks as threads, each on a device of its own opening, and returns the line to them.
+    /// Starts the other ranks as threads that `follow`, each on a device of its own opening, and returns the line to them.
     ///
     /// Devices are opened one after the other: a driver may not like to be asked by many threads at once.
-    pub fn start(share: &Share, device: &Device, tier: Option<Tier>) -> anyhow::Result<(Self, Box<dyn Exchange>)> {
-        let world = share.options.topology(0)?.world();
-        share.options.rule()?;
+    pub fn start(
+        options: &RankOptions,
+        device: &Device,
+        tier: Option<Tier>,
+        follow: impl Fn(&Gpu, Box<dyn Exchange>) -> anyhow::Result<()> + Clone + Send + 'static,
+    ) -> anyhow::Result<(Self, Box<dyn Exchange>)> {
+        let world = options.topology(0)?.world();
+        options.rule()?;
         let places = places(device);
         let mut lines = Local::lines(world).into_iter();
         let own = lines.next().context("a world has a first rank")?;
@@ -172,10 +188,10 @@ impl Others {
             .map(|line| Ok((device.open_at(places[line.rank() % places.len()], tier)?, line)))
             .collect::<anyhow::Result<Vec<_>>>()?;
         let start = |(gpu, line): (Gpu, Local)| {
-            let share = share.clone();
+            let follow = follow.clone();
             std::thread::Builder::new()
                 .name(format!("rank {}", line.rank()))
-                .spawn(move || share.follow(&gpu, Box::new(line)))
+                .spawn(move || follow(&gpu, Box::new(line)))
                 .context("starting a rank")
         };
         let threads = opened.into_iter().map(start).collect::<Result<_, _>>()?;

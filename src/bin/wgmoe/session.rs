@@ -32,7 +32,9 @@ impl Files {
         let (others, line) = match world {
             World::Alone => (Others::default(), None),
             World::Threads => {
-                let (others, line) = Others::start(share, device, tier)?;
+                let all = share.clone();
+                let follow = move |gpu: &Gpu, line| all.follow(gpu, line);
+                let (others, line) = Others::start(&share.options, device, tier, follow)?;
                 (others, Some(line))
             }
             #[cfg(feature = "mpi")]

@@ -7,8 +7,9 @@ use std::time::Instant;
 use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
-use wgmoe::engine::{AdapterId, Engine, EngineOptions, Event, Request, Worker};
-use wgmoe::exchange::{Exchange, Local};
+use wgmoe::dtype::DType;
+use wgmoe::engine::{AdapterId, Engine, EngineOptions, Event, Request};
+use wgmoe::exchange::Exchange;
 use wgmoe::gpu::Gpu;
 use wgmoe::model::{LoadOptions, Model};
 
@@ -17,7 +18,7 @@ use crate::bench::synthetic;
 use crate::bench::timed::{Reading, Spent, Timed};
 use crate::bench::timing::{median, microseconds};
 use crate::devices::driver;
-use crate::ranks::{ExchangeOption, RankOptions, places};
+use crate::ranks::{ExchangeOption, Loaded, Others, RankOptions, follow};
 use crate::table::{bytes, table};
 use crate::{Device, Format, usage};
 
@@ -138,28 +139,47 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         shape.config.layers.truncate(n);
     }
     options.check(&shape)?;
-    let world = options.ranks.topology(0)?.world();
-    if world == 1 {
-        let report = options.measure(&gpu, &shape, None)?;
-        return options.print(&report);
+    let subject = Subject {
+        shape,
+        dtype: options.dtype.dtype(),
+        ranks: options.ranks.clone(),
+        adapters: options.most_adapters(),
+        rank: options.rank,
+    };
+    let report = if options.ranks.topology(0)?.world() == 1 {
+        options.measure(&gpu, &subject, None)?
+    } else {
+        let same = subject.clone();
+        let work = move |gpu: &Gpu, line| follow(gpu, line, |rank| same.load(gpu, rank));
+        let (mut others, line) = Others::start(&options.ranks, &options.device, options.device.tier(), work)?;
+        let report = options.measure(&gpu, &subject, Some(line));
+        others.join();
+        report?
+    };
+    options.print(&report)
+}
+
+/// What is measured, on every rank.
+#[derive(Clone)]
+struct Subject {
+    shape: Shape,
+    dtype: DType,
+    ranks: RankOptions,
+    /// Number of adapters, and the rank of each.
+    adapters: usize,
+    rank: usize,
+}
+
+impl Subject {
+    fn load(&self, gpu: &Gpu, rank: usize) -> anyhow::Result<Loaded> {
+        let (topology, placement) = (self.ranks.topology(rank)?, self.ranks.rule()?);
+        let options = LoadOptions { topology, placement, ..LoadOptions::default() };
+        let config = &self.shape.config;
+        let model = Model::random(gpu, config, self.dtype, &options)?;
+        let adapter = |n: usize| synthetic::model_adapter(config, model.share(), self.rank, n as u32);
+        let adapters = (0..self.adapters).map(|n| (n.to_string(), adapter(n))).collect();
+        Ok((model, adapters))
     }
-    let places = places(&options.device);
-    let mut lines = Local::lines(world).into_iter();
-    let own = lines.next().context("a world has a first rank")?;
-    std::thread::scope(|scope| {
-        for line in lines {
-            let place = places[line.rank() % places.len()];
-            let gpu = options.device.open_at(place, options.device.tier())?;
-            let shape = &shape;
-            scope.spawn(move || {
-                if let Err(e) = options.follow(&gpu, shape, line) {
-                    log::info!("another rank ended: {e:#}");
-                }
-            });
-        }
-        let report = options.measure(&gpu, &shape, Some(Box::new(own)))?;
-        options.print(&report)
-    })
 }
 
 impl Options {
@@ -197,33 +217,10 @@ impl Options {
         })
     }
 
-    fn load(&self, gpu: &Gpu, shape: &Shape, rank: usize) -> anyhow::Result<Model> {
-        let (topology, placement) = (self.ranks.topology(rank)?, self.ranks.rule()?);
-        let options = LoadOptions { topology, placement, ..LoadOptions::default() };
-        Ok(Model::random(gpu, &shape.config, self.dtype.dtype(), &options)?)
-    }
-
-    fn follow(&self, gpu: &Gpu, shape: &Shape, mut line: Local) -> anyhow::Result<()> {
-        let model = match self.load(gpu, shape, line.rank()) {
-            Ok(model) => model,
-            Err(e) => {
-                line.fail(&format!("{e:#}"));
-                return Err(e);
-            }
-        };
-        let share = model.share().clone();
-        let mut worker = Worker::new(gpu, model, Box::new(line))?;
-        for n in 0..self.most_adapters() {
-            let adapter = synthetic::model_adapter(&shape.config, &share, self.rank, n as u32);
-            worker.load_adapter(&n.to_string(), &adapter)?;
-        }
-        Ok(worker.run()?)
-    }
-
-    fn measure(&self, gpu: &Gpu, shape: &Shape, line: Option<Box<dyn Exchange>>) -> anyhow::Result<Report> {
+    fn measure(&self, gpu: &Gpu, subject: &Subject, line: Option<Box<dyn Exchange>>) -> anyhow::Result<Report> {
         let spent = Arc::new(Spent::default());
-        let model = self.load(gpu, shape, 0)?;
-        let (share, topology) = (model.share().clone(), model.topology());
+        let (model, loaded) = subject.load(gpu, 0)?;
+        let topology = model.topology();
         let mut engine = match line {
             None => Engine::new(gpu, model, self.engine_options()?)?,
             Some(line) => {
@@ -231,11 +228,8 @@ impl Options {
                 Engine::with_ranks(gpu, model, self.engine_options()?, line)?
             }
         };
-        let mut ids = Vec::new();
-        for n in 0..self.most_adapters() {
-            let adapter = synthetic::model_adapter(&shape.config, &share, self.rank, n as u32);
-            ids.push(engine.load_adapter(&n.to_string(), &adapter)?);
-        }
+        let ids = loaded.iter().map(|(name, adapter)| engine.load_adapter(name, adapter));
+        let ids = ids.collect::<Result<Vec<_>, _>>()?;
         let mut rows = Vec::new();
         for &adapters in &self.adapters {
             let used = &ids[..adapters];
@@ -258,9 +252,9 @@ impl Options {
             device: gpu.info().name.clone(),
             driver: driver(gpu.info()),
             tier: gpu.tier().to_string(),
-            shape: shape.name.clone(),
-            layers: shape.config.layers.len(),
-            dtype: self.dtype.dtype().name(),
+            shape: subject.shape.name.clone(),
+            layers: subject.shape.config.layers.len(),
+            dtype: subject.dtype.name(),
             ranks: topology.world(),
             ep: topology.ep(),
             exchange: engine.options().exchange.map_or_else(String::new, |way| way.to_string()),
