@@ -129,12 +129,22 @@ fn factors(gpu: &Gpu, case: &Case, rng: &mut Rng) -> (Factors, Vec<Held>) {
     (Factors { pool: upload(gpu, &pool), index: upload(gpu, &index), empty: Vec::new() }, held)
 }
 
-fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
+/// A case on the device, and what the oracle needs to know of it.
+struct Prepared {
+    rng: Rng,
+    ids: Vec<i32>,
+    virtual_ids: Vec<i32>,
+    factors: Factors,
+    held: Vec<Held>,
+    site: LoraSite,
+    max_rank: usize,
+}
+
+fn prepare(gpu: &Gpu, case: &Case) -> Prepared {
     let mut rng = Rng::new(21);
-    let (slots, projections) = (case.slots.len(), case.out_dims.len());
-    let pairs = case.tokens * case.top_k;
+    let slots = case.slots.len();
     let mut ids = Routing::Uniform.ids(case.tokens, case.top_k, case.experts, &mut rng);
-    for p in (4..pairs).step_by(11) {
+    for p in (4..ids.len()).step_by(11) {
         ids[p] = -1;
     }
     let mapping = case.mix.mapping(case.tokens, slots, &mut rng);
@@ -144,6 +154,13 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
     let site = LoraSite { index_base: INDEX_BASE, out_dims: case.out_dims.clone(), in_dim: case.inner };
     let biased = |slot: usize| usize::from(case.biased.get(slot) == Some(&true));
     let max_rank = case.slots.iter().enumerate().map(|(slot, (rank, _))| rank + biased(slot)).max().unwrap();
+    Prepared { rng, ids, virtual_ids, factors, held, site, max_rank }
+}
+
+fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
+    let Prepared { mut rng, virtual_ids, factors, held, site, max_rank, .. } = prepare(gpu, case);
+    let (slots, projections) = (case.slots.len(), case.out_dims.len());
+    let pairs = case.tokens * case.top_k;
     let mut x = rng.floats(case.tokens * case.inner);
     for t in 0..case.tokens {
         if virtual_ids[t * case.top_k..(t + 1) * case.top_k].iter().all(|v| *v < 0) {
@@ -351,20 +368,9 @@ fn every_edge_shape_and_mix_equals_the_oracle() {
 /// The adapters of the matrix tier: packed rows, and products in the order of tiles that keep both powers of two.
 fn check_matrix(gpu: &Gpu, case: &Case) -> Result<(), String> {
     const W_SCALE: f32 = 4.0;
-    let mut rng = Rng::new(21);
+    let Prepared { mut rng, ids, virtual_ids, factors, held, site, max_rank } = prepare(gpu, case);
     let (slots, projections) = (case.slots.len(), case.out_dims.len());
     let (pairs, row_div) = (case.tokens * case.top_k, case.top_k);
-    let mut ids = Routing::Uniform.ids(case.tokens, case.top_k, case.experts, &mut rng);
-    for p in (4..pairs).step_by(11) {
-        ids[p] = -1;
-    }
-    let mapping = case.mix.mapping(case.tokens, slots, &mut rng);
-    let virtual_ids =
-        reference::remap(&ids, &mapping, case.top_k, case.experts, slots, NoAdapter::Skip).virtual_topk_ids;
-    let (factors, held) = factors(gpu, case, &mut rng);
-    let site = LoraSite { index_base: INDEX_BASE, out_dims: case.out_dims.clone(), in_dim: case.inner };
-    let biased = |slot: usize| usize::from(case.biased.get(slot) == Some(&true));
-    let max_rank = case.slots.iter().enumerate().map(|(slot, (rank, _))| rank + biased(slot)).max().unwrap();
     let max_rank = max_rank.next_multiple_of(8);
     let x = rng.floats(case.tokens * case.inner);
     let (stride, tile) = (case.out_dims.iter().sum::<usize>(), 32);
