@@ -4,10 +4,12 @@
 //! naga writes loops that drivers do not unroll, and parts of `shaders/shared/` are linked in with `{% include %}`.
 //! Without variables a file still reads as WGSL.
 
+use std::borrow::Cow;
 use std::sync::{Arc, LazyLock};
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::gpu::Gpu;
+use crate::kernels::barriers;
 
 /// A stage's shader: its stem, and how many buffers it reads and writes (bindings 1.. in that order; 0 is `params`).
 #[derive(Debug, PartialEq, Eq, Hash)]
@@ -201,12 +203,17 @@ pub fn pipeline(gpu: &Gpu, kernel: &'static Kernel, vars: Vars) -> Result<Arc<Pi
     gpu.check()?;
     let label = label(kernel, &key.1);
     let source = render(kernel, &key.1)?;
+    let widened = if gpu.info().backend == "vulkan" { barriers::for_vulkan(&source)? } else { None };
+    let source = match widened {
+        Some(module) => wgpu::ShaderSource::Naga(Cow::Owned(module)),
+        None => wgpu::ShaderSource::Wgsl(source.into()),
+    };
     let layout = bind_group_layout(gpu, kernel.reads, kernel.writes);
     let device = gpu.device();
     // What wgpu refuses, and what the driver's own compiler refuses.
     let refused = device.push_error_scope(wgpu::ErrorFilter::Validation);
     let not_compiled = device.push_error_scope(wgpu::ErrorFilter::Internal);
-    let desc = wgpu::ShaderModuleDescriptor { label: Some(&label), source: wgpu::ShaderSource::Wgsl(source.into()) };
+    let desc = wgpu::ShaderModuleDescriptor { label: Some(&label), source };
     // SAFETY: every loop of our shaders ends, and every index is bounded by `params`, or by ids that the align and remap
     // stages have clamped; `Recording::dispatch` is given views of the sizes that each stage's fields state. A caller's
     // smaller view is caught by the driver's robust buffer access, which wgpu leaves on. The kernel tests run the same

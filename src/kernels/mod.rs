@@ -3,6 +3,7 @@
 //! A stage is a struct of named arguments with one verb, `record`, which takes the caller's compute pass. Nothing here
 //! submits, waits or branches on device limits: variants come from [`crate::plan`].
 
+pub mod barriers;
 pub mod linker;
 pub mod params;
 pub mod recording;

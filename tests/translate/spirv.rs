@@ -48,7 +48,9 @@ fn translate(module: &Module, info: &ModuleInfo, tier: Tier, checked: bool) -> R
         ..spv::Options::default()
     };
     let entry = spv::PipelineOptions { shader_stage: naga::ShaderStage::Compute, entry_point: "main".to_owned() };
-    let words = spv::write_vec(module, info, &options, Some(&entry)).map_err(|e| e.to_string())?;
+    let mut module = module.clone();
+    wgmoe::kernels::barriers::widen(&mut module);
+    let words = spv::write_vec(&module, info, &options, Some(&entry)).map_err(|e| e.to_string())?;
     Ok(words.iter().flat_map(|word| word.to_le_bytes()).collect())
 }
 
