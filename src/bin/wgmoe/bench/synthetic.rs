@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use anyhow::Context;
 use wgmoe::adapter::pool::{AdapterId, AdapterPool};
 use wgmoe::adapter::sites::LayerSites;
 use wgmoe::adapter::{Adapter, Factor, Matrix, Site};
@@ -62,8 +63,10 @@ impl Synthetic {
         let adapters: Vec<Adapter> =
             ranks.iter().enumerate().map(|(i, rank)| adapter(&moe, *rank, 100 + i as u32)).collect();
         for (id, adapter) in adapters.iter().enumerate() {
-            pool.pin(AdapterId::new(id as u64), adapter)?
-                .ok_or_else(|| anyhow::anyhow!("no room for {} adapters", ranks.len()))?;
+            // What is pinned stays, so that a load says what is missing instead of waiting.
+            let id = AdapterId::new(id as u64);
+            pool.load(id, adapter).with_context(|| format!("no room for {} adapters", ranks.len()))?;
+            pool.pin(id, adapter)?;
         }
         let router = DType::Bf16.decode(&stored);
         Ok(Self { layer, router, gate_up: values[0], down: values[1], pool, adapters })
@@ -84,13 +87,15 @@ pub fn model_adapter(config: &ModelConfig, share: &RankShare, rank: usize, seed:
     let attention = [(Site::Q, q, d), (Site::K, kv, d), (Site::V, kv, d), (Site::O, d, q)];
     let attention = Part::all(&attention, rank, seed.wrapping_mul(2).wrapping_add(1 << 20));
     let experts = expert_parts(&config.moe, rank, seed.wrapping_mul(2).wrapping_add((1 << 20) + 1));
+    // Layers share host memory, but nothing on the device.
+    let owned = share.experts.placement().owned();
+    let attention: Vec<Factor> = attention.iter().map(|part| part.factor(0, 0)).collect();
+    let experts: Vec<Factor> =
+        experts.iter().flat_map(|part| owned.iter().map(move |expert| part.factor(0, *expert))).collect();
     let mut factors = Vec::new();
     for (layer, kind) in config.layers.iter().enumerate() {
-        factors.extend(attention.iter().map(|part| part.factor(layer, 0)));
-        if *kind == MlpKind::Experts {
-            let owned = share.experts.placement().owned();
-            factors.extend(experts.iter().flat_map(|part| owned.iter().map(move |e| part.factor(layer, *e))));
-        }
+        let experts = experts.iter().filter(|_| *kind == MlpKind::Experts);
+        factors.extend(attention.iter().chain(experts).map(|factor| Factor { layer, ..factor.clone() }));
     }
     factors.sort_by_key(Factor::place);
     Adapter { path: PathBuf::from("random"), factors, bytes_read: 0, share: Some(share.clone()) }
@@ -126,7 +131,7 @@ impl Part {
     }
 
     fn factor(&self, layer: usize, expert: usize) -> Factor {
-        // Copies: factors that share host memory would share their place on the device, too.
+        // Copies: factors of a site that share host memory would share their place on the device, too.
         let [a, b] = [&self.a, &self.b].map(|m| Arc::new(m.clone()));
         Factor { layer, site: self.site, expert, rank: a.rows, scale: 2.0, a, b, bias: None }
     }
