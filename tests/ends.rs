@@ -236,21 +236,31 @@ fn factors_outside_the_layers_that_do_not_fit_are_refused_when_loaded() {
             ("past the end", changed(Site::LmHead, &|f| f.layer = 4), ErrorKind::Adapter, "no such layer"),
             ("exchanged", changed(Site::Embedding, &|f| f.site = Site::LmHead), ErrorKind::Adapter, "B [256, 8]"),
             ("a bias", changed(Site::Embedding, &|f| f.bias = Some(f.a.clone())), ErrorKind::Adapter, "no bias"),
-            ("too large", with(ends(6, 128, DType::F32, &[Site::LmHead])), ErrorKind::Limit, "embedding and LM head"),
+            ("too large", with(ends(6, 128, DType::F32, &[Site::LmHead])), ErrorKind::Limit, "for `lm_head`"),
         ];
         // Wide enough for the model, not for 256 rows of rank 128.
         let limit = 128 << 10;
         let narrow = gpu.with_capabilities(Capabilities { max_binding_bytes: limit, ..gpu.capabilities().clone() });
         let options =
             EngineOptions { max_sequences: 2, max_context: 32, max_step_tokens: 8, ..EngineOptions::default() };
-        let mut engine = engine(&narrow, Path::new(FOLDER), options);
+        let mut narrow = engine(&narrow, Path::new(FOLDER), options.clone());
         let mut failures = Vec::new();
         for (name, adapter, kind, words) in &cases {
-            match engine.load_adapter("it", adapter) {
+            match narrow.load_adapter("it", adapter) {
                 Err(e) if e.kind() == *kind && e.to_string().contains(words) => {}
                 other => failures.push(format!("{name}: {other:?}")),
             }
         }
         assert!(failures.is_empty(), "{failures:?}");
+        // Both together exceed the limit, neither does alone.
+        let both = with(ends(7, 64, DType::F32, &[Site::Embedding, Site::LmHead]));
+        let bytes: usize = both.factors.iter().map(|f| f.a.bytes.len() + f.b.bytes.len()).sum();
+        assert!(bytes as u64 > limit, "{bytes}");
+        let mut wide = engine(&gpu, Path::new(FOLDER), options);
+        let answers = [&mut narrow, &mut wide].map(|engine| {
+            engine.load_adapter("it", &both).unwrap();
+            run(engine, &[(Some("it"), vec![3, 1, 4])])
+        });
+        assert_eq!(answers[0], answers[1]);
     }
 }

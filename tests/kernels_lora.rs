@@ -126,7 +126,7 @@ fn factors(gpu: &Gpu, case: &Case, rng: &mut Rng) -> (Factors, Vec<Held>) {
             }
         }
     }
-    (Factors { pool: upload(gpu, &pool), index: upload(gpu, &index), empty: Vec::new() }, held)
+    (Factors { pools: vec![upload(gpu, &pool)], index: upload(gpu, &index), empty: Vec::new() }, held)
 }
 
 /// A case on the device, and what the oracle needs to know of it.
@@ -151,7 +151,7 @@ fn prepare(gpu: &Gpu, case: &Case) -> Prepared {
     let virtual_ids =
         reference::remap(&ids, &mapping, case.top_k, case.experts, slots, NoAdapter::Skip).virtual_topk_ids;
     let (factors, held) = factors(gpu, case, &mut rng);
-    let site = LoraSite { index_base: INDEX_BASE, out_dims: case.out_dims.clone(), in_dim: case.inner };
+    let site = LoraSite { ordinal: 0, index_base: INDEX_BASE, out_dims: case.out_dims.clone(), in_dim: case.inner };
     let biased = |slot: usize| usize::from(case.biased.get(slot) == Some(&true));
     let max_rank = case.slots.iter().enumerate().map(|(slot, (rank, _))| rank + biased(slot)).max().unwrap();
     Prepared { rng, ids, virtual_ids, factors, held, site, max_rank }
@@ -265,7 +265,7 @@ fn tokens_take_their_columns_of_a_as_the_oracle_says() {
                 let a: Vec<f32> = (0..rank * VOCAB).map(|i| columns[i % VOCAB * rank + i / VOCAB]).collect();
                 held.push((rank, scale, a));
             }
-            let factors = Factors { pool: upload(&gpu, &pool), index: upload(&gpu, &index), empty: Vec::new() };
+            let factors = Factors { pools: vec![upload(&gpu, &pool)], index: upload(&gpu, &index), empty: Vec::new() };
             // Every other row decodes: its token is what the last step left.
             let tokens: Vec<u32> = (0..11).map(|t| t * 7 % VOCAB as u32).collect();
             let slots: Vec<i32> = (0..11).map(|t| [2, 0, -1, 1, 2, 7][t % 6]).collect();
@@ -274,7 +274,7 @@ fn tokens_take_their_columns_of_a_as_the_oracle_says() {
             let (rows, last_ids) = (upload(&gpu, &table), upload(&gpu, &tokens));
             let max_rank = rank.max(&3).next_multiple_of(8) + 8;
             let u = Output::new(&gpu, 11 * max_rank, UNWRITTEN_F32);
-            let site = LoraSite { index_base: INDEX_BASE, out_dims: vec![16], in_dim: VOCAB };
+            let site = LoraSite { ordinal: 0, index_base: INDEX_BASE, out_dims: vec![16], in_dim: VOCAB };
             run(&gpu, |rec, pass| {
                 LoraGather {
                     rows: 11,

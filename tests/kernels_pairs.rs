@@ -112,7 +112,7 @@ fn site(
             }
         }
     }
-    (LoraSite { index_base, out_dims: outs, in_dim: inner }, held)
+    (LoraSite { ordinal: usize::from(down), index_base, out_dims: outs, in_dim: inner }, held)
 }
 
 /// `y[p] = W x + adapter` of one projection; W is `[E, out, in]`.
@@ -185,10 +185,11 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
     let (down, down_decoded) = weights(gpu, dtype, [experts, d, f], &rng.floats(experts * d * f), down_limit);
     let topk_weights: Vec<f32> = (0..pairs).map(|p| if ids[p] < 0 { f32::NAN } else { rng.unit() as f32 }).collect();
     let before = if accumulate { rng.floats(tokens * d) } else { vec![UNWRITTEN_F32; tokens * d] };
-    let (mut pool, mut index) = (vec![0xffu8; 48], Vec::new());
-    let (first_site, first_held) = site(case, &mut rng, &mut pool, &mut index, false);
-    let (second_site, second_held) = site(case, &mut rng, &mut pool, &mut index, true);
-    let factors = Factors { pool: upload(gpu, &pool), index: upload(gpu, &index), empty: Vec::new() };
+    let (mut pools, mut index) = ([48, 80].map(|n| vec![0xffu8; n]), Vec::new());
+    let (first_site, first_held) = site(case, &mut rng, &mut pools[0], &mut index, false);
+    let (second_site, second_held) = site(case, &mut rng, &mut pools[1], &mut index, true);
+    let pools = pools.iter().map(|pool| upload(gpu, pool)).collect();
+    let factors = Factors { pools, index: upload(gpu, &index), empty: Vec::new() };
 
     // The oracle.
     let interleaved = activation.interleaved();

@@ -1,4 +1,4 @@
-//! What one adapter becomes in one layer of the pool: the words of its factors, and the index entries that point at them.
+//! What one adapter becomes in the pool, site by site: the words of its factors, and the index entries that point at them.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,7 +12,7 @@ use crate::plan::matrix::factor_exponent;
 /// Bytes of a pool word: what an index entry counts in.
 pub(crate) const WORD: u64 = 16;
 
-/// One entry of a layer's index.
+/// One entry of a layer's index. A and B are words of the site's pool, counted from where the image begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Entry {
     /// Its place, for slot 0.
@@ -21,13 +21,16 @@ pub(crate) struct Entry {
     pub words: [u32; 4],
 }
 
-/// The factors that one layer takes of an adapter, laid out but not yet copied.
+/// The factors that one site of a layer takes of an adapter, laid out but not yet copied.
+#[derive(Default)]
 pub(crate) struct Image<'a> {
     blocks: Vec<Block<'a>>,
     /// Size of all blocks.
     pub words: u64,
-    /// Every factor's entry.
-    pub entries: Vec<Entry>,
+    /// Every factor's entry but for the exponent of A, and A: it is measured when the entry is written.
+    entries: Vec<(Entry, &'a Matrix)>,
+    /// First words of the blocks that may be asked for again: gate and up of a fused adapter share A, which is stored once.
+    stored: HashMap<Key, u32>,
 }
 
 /// A part of a matrix as the pool stores it: rows padded to eight columns, and zero rows after the last.
@@ -50,13 +53,11 @@ struct Block<'a> {
 }
 
 impl<'a> Image<'a> {
-    /// The image of `adapter` in the layer `layer`, whose places are `sites`. Takes the experts, columns and heads that this rank
-    /// holds, from a whole adapter or from one that was cut while it was read. The adapter must have passed the pool's
-    /// check.
-    pub fn new(sites: &PoolSites, layer: usize, adapter: &'a Adapter) -> Self {
-        let mut image = Self { blocks: Vec::new(), words: 0, entries: Vec::new() };
-        // gate and up of a fused adapter share A: it is stored once.
-        let mut stored = HashMap::new();
+    /// The images of `adapter` in the layer `layer`, whose places are `sites`: one for each site, by ordinal. Takes the
+    /// experts, columns and heads that this rank holds, from a whole adapter or from one that was cut while it was read. The
+    /// adapter must have passed the pool's check.
+    pub fn of_layer(sites: &PoolSites, layer: usize, adapter: &'a Adapter) -> Vec<Self> {
+        let mut images: Vec<Self> = sites.runs().iter().map(|_| Self::default()).collect();
         for factor in adapter.of_layer(layer) {
             let expert = match sites.experts().filter(|_| factor.site.of_expert()) {
                 None => 0,
@@ -66,32 +67,42 @@ impl<'a> Image<'a> {
                     None => continue,
                 },
             };
-            let Some(at) = sites.entry(factor.site, expert) else { continue };
+            let Some((ordinal, at)) = sites.entry(factor.site, expert) else { continue };
+            let image = &mut images[ordinal];
             let cut = sites.cut(factor.site);
             let bias = factor.bias.as_deref().filter(|_| cut.as_ref().is_none_or(Cut::adds_bias));
             // An entry has one type for all.
             let same = [Some(&*factor.b), bias].into_iter().flatten().all(|m| m.dtype == factor.a.dtype);
             let dtype = if same { factor.a.dtype } else { DType::F32 };
             let [a, b] = parts(factor, cut, adapter.share.is_some(), dtype);
-            let a = image.place(&mut stored, Block { matrix: &factor.a, bias: None, part: a });
+            let a = image.place(Block { matrix: &factor.a, bias: None, part: a });
             let b = Part { biased: bias.is_some(), ..b };
-            let b = image.place(&mut stored, Block { matrix: &factor.b, bias, part: b });
+            let b = image.place(Block { matrix: &factor.b, bias, part: b });
             let storage = match dtype {
                 DType::F16 => 1,
                 DType::Bf16 => 2,
                 _ => 0,
             };
             let biased = u32::from(bias.is_some());
-            let to_halves = u32::from(factor_exponent(factor.a.dtype, &factor.a.bytes).cast_unsigned());
-            let rank_type = (factor.rank as u32 + biased) | storage << 16 | biased << 18 | to_halves << 24;
-            image.entries.push(Entry { at, words: [a, b, rank_type, factor.scale.to_bits()] });
+            let rank_type = (factor.rank as u32 + biased) | storage << 16 | biased << 18;
+            image.entries.push((Entry { at, words: [a, b, rank_type, factor.scale.to_bits()] }, &*factor.a));
         }
-        image
+        images
+    }
+
+    /// Every factor's entry.
+    pub fn entries(&self) -> Vec<Entry> {
+        let finished = |(entry, a): &(Entry, &Matrix)| {
+            let mut entry = *entry;
+            entry.words[2] |= u32::from(factor_exponent(a.dtype, &a.bytes).cast_unsigned()) << 24;
+            entry
+        };
+        self.entries.iter().map(finished).collect()
     }
 
     /// Adds a block unless it is there already; its first word.
-    fn place(&mut self, stored: &mut HashMap<Key, u32>, block: Block<'a>) -> u32 {
-        *stored.entry(block.key()).or_insert_with(|| {
+    fn place(&mut self, block: Block<'a>) -> u32 {
+        *self.stored.entry(block.key()).or_insert_with(|| {
             let at = self.words as u32;
             self.words += block.part.words();
             self.blocks.push(block);

@@ -8,7 +8,7 @@ mod load;
 
 use crate::adapter::check;
 use crate::adapter::image::WORD;
-use crate::adapter::room::{LayerRoom, capacities};
+use crate::adapter::room::{SiteRoom, capacities};
 use crate::adapter::sites::{EndSites, LayerSites, PoolSites};
 use crate::adapter::store::{Held, LayerStore};
 use crate::adapter::{Adapter, Site};
@@ -38,9 +38,9 @@ pub struct PoolOptions {
     pub ends: Option<EndSites>,
     /// L: adapters on the device at a time.
     pub slots: usize,
-    /// Bytes that the factors of all layers together may take of the device's memory; `None`: what the device has. Not
-    /// counted: the index, 16 bytes for each (slot, projection, expert), and an outgrown buffer until the steps that
-    /// read it have finished.
+    /// Bytes that the factors of all layers together may take of the device's memory; `None`: what the device has. No part
+    /// of it is set aside for a layer or a site: each takes what its factors need. Not counted: the index, 16 bytes for each
+    /// (slot, projection, expert), and an outgrown buffer until the steps that read it have finished.
     pub budget: Option<u64>,
 }
 
@@ -50,7 +50,7 @@ struct Slot {
     pins: usize,
     last_use: u64,
     max_rank: usize,
-    /// By layer.
+    /// By place.
     held: Vec<Held>,
 }
 
@@ -65,6 +65,8 @@ pub struct AdapterPool {
     gpu: Gpu,
     /// Those of the decoder, then maybe the one outside them.
     layers: Vec<LayerStore>,
+    /// Layer and ordinal of every site, in order.
+    places: Vec<(usize, usize)>,
     slots: Vec<Option<Slot>>,
     budget: Option<u64>,
     clock: u64,
@@ -88,14 +90,16 @@ impl AdapterPool {
     /// When the device has no room for the index.
     pub fn with_options(gpu: &Gpu, options: PoolOptions) -> Result<Self> {
         let PoolOptions { layers, ends, slots, budget } = options;
-        let layers = layers
+        let layers: Vec<LayerStore> = layers
             .into_iter()
             .map(|(sites, share)| PoolSites::Layer(Box::new(sites), share))
             .chain(ends.map(PoolSites::Ends))
             .map(|sites| LayerStore::new(gpu, sites))
             .collect::<Result<_>>()?;
+        let sites = |(layer, store): (usize, &LayerStore)| (0..store.len()).map(move |site| (layer, site));
+        let places = layers.iter().enumerate().flat_map(sites).collect();
         let slots = (0..slots).map(|_| None).collect();
-        Ok(Self { gpu: gpu.clone(), layers, slots, budget, clock: 0, growths: 0, buffers_left: None })
+        Ok(Self { gpu: gpu.clone(), layers, places, slots, budget, clock: 0, growths: 0, buffers_left: None })
     }
 
     /// L.
@@ -125,9 +129,11 @@ impl AdapterPool {
 
     /// Whether the adapter in `slot` changes `site`, which must be [`Site::Embedding`] or [`Site::LmHead`].
     pub fn changes(&self, slot: usize, site: Site) -> bool {
-        let held = self.slots.get(slot).and_then(Option::as_ref).and_then(|s| s.held.last());
-        let at = self.layers.last().filter(|_| self.ends().is_some()).and_then(|store| store.sites.entry(site, 0));
-        held.zip(at).is_some_and(|(held, at)| held.entries.iter().any(|entry| entry.at == at))
+        let Some(layer) = self.layers.len().checked_sub(1).filter(|_| self.ends().is_some()) else { return false };
+        let Some((ordinal, _)) = self.layers[layer].sites.entry(site, 0) else { return false };
+        let at = self.places.iter().position(|place| *place == (layer, ordinal));
+        let held = self.slots.get(slot).and_then(Option::as_ref).zip(at).and_then(|(s, at)| s.held.get(at));
+        held.is_some_and(|held| !held.entries.is_empty())
     }
 
     /// The largest rank of the adapter in `slot`, a bias counted; 0 when it is empty.
@@ -140,14 +146,14 @@ impl AdapterPool {
         self.slots.iter().position(|s| s.as_ref().is_some_and(|s| s.id == id))
     }
 
-    /// How often a layer's buffer was replaced by another. Bind groups made before keep the old one alive.
+    /// How often a site's buffer was replaced by another. Bind groups made before keep the old one alive.
     pub fn growths(&self) -> u64 {
         self.growths
     }
 
     /// Bytes of the device's memory that the factors of all layers have, free ranges included; never more than the budget.
     pub fn bytes(&self) -> u64 {
-        self.layers.iter().map(LayerStore::capacity).sum::<u64>() * WORD
+        self.places.iter().map(|(layer, site)| self.layers[*layer].capacity(*site)).sum::<u64>() * WORD
     }
 
     /// Bytes of the factors of pinned adapters.
@@ -159,15 +165,15 @@ impl AdapterPool {
     /// and that the adapter fits when nothing else is resident.
     ///
     /// # Errors
-    /// [`ErrorKind::Adapter`] naming the first factor that has no place; [`ErrorKind::Limit`] when a layer of it exceeds the
+    /// [`ErrorKind::Adapter`] naming the first factor that has no place; [`ErrorKind::Limit`] when a site of it exceeds the
     /// device's binding limit, or all of it the budget.
     pub fn check(&self, adapter: &Adapter) -> Result<()> {
         let sites: Vec<&PoolSites> = self.layers.iter().map(|layer| &layer.sites).collect();
         check::check(&sites, adapter)?;
-        let alone: Vec<LayerRoom> = self
+        let alone: Vec<SiteRoom> = self
             .images(adapter)
             .iter()
-            .map(|image| LayerRoom { capacity: 0, live: 0, new: image.words, in_place: false })
+            .map(|image| SiteRoom { capacity: 0, live: 0, new: image.words, in_place: false })
             .collect();
         capacities(&alone, self.bounds(), false).map(|_| ()).map_err(|refusal| self.refused(refusal))
     }
@@ -177,7 +183,7 @@ impl AdapterPool {
     ///
     /// # Errors
     /// Those of [`AdapterPool::check`]; [`ErrorKind::Limit`] when every slot is pinned, or what is pinned leaves too little of
-    /// the budget or of a layer's binding; [`ErrorKind::OutOfMemory`].
+    /// the budget or of a site's binding; [`ErrorKind::OutOfMemory`].
     pub fn load(&mut self, id: AdapterId, adapter: &Adapter) -> Result<usize> {
         let slot = match self.resident(id) {
             Some(slot) => slot,
@@ -257,9 +263,10 @@ impl AdapterPool {
     /// Empties a slot; whoever maps a token to it finds nothing.
     fn release(&mut self, slot: usize) {
         let Some(old) = self.slots[slot].take() else { return };
-        for (store, held) in self.layers.iter_mut().zip(&old.held) {
-            store.give(held);
-            store.publish(&self.gpu, slot, &Held::default());
+        for ((layer, site), held) in self.places.iter().zip(&old.held) {
+            let store = &mut self.layers[*layer];
+            store.give(*site, held);
+            store.publish(&self.gpu, *site, slot, &Held::default());
         }
     }
 

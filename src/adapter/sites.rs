@@ -1,4 +1,5 @@
-//! Where adapters attach in each layer, and where each projection's entries stand in the layer's index.
+//! Where adapters attach in each layer, and where each projection's entries stand in the layer's index. A site is what has
+//! a binding of factors; several projections may share it.
 
 use crate::adapter::Site;
 use crate::adapter::cut::Cut;
@@ -46,10 +47,21 @@ impl EndSites {
     /// The sites of a model with `slots` adapter slots.
     pub fn new(config: &ModelConfig, slots: usize) -> Self {
         let (d, vocab) = (config.hidden, config.vocab);
-        let embedding = LoraSite { index_base: 0, out_dims: vec![d], in_dim: vocab };
-        let lm_head = LoraSite { index_base: slots, out_dims: vec![vocab], in_dim: d };
+        let embedding = LoraSite { ordinal: 0, index_base: 0, out_dims: vec![d], in_dim: vocab };
+        let lm_head = LoraSite { ordinal: 1, index_base: slots, out_dims: vec![vocab], in_dim: d };
         Self { embedding, lm_head, slots, entries: 2 * slots }
     }
+}
+
+/// The index entries of one site.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Run {
+    /// What messages call the site.
+    pub name: &'static str,
+    /// First entry of slot 0.
+    pub base: usize,
+    /// Entries of one slot.
+    pub count: usize,
 }
 
 /// The places of one entry of the pool.
@@ -65,11 +77,12 @@ impl LayerSites {
     /// The sites of a layer of `kind` on a rank that holds `share` of it, with `slots` adapter slots. A layer without
     /// experts takes the heads alone.
     pub fn new(config: &ModelConfig, kind: MlpKind, share: &RankShare, slots: usize) -> Self {
-        let mut entries = 0;
+        let (mut sites, mut entries) = (0, 0);
         let mut site = |out_dims: Vec<usize>, in_dim: usize, experts: usize| {
-            let index_base = entries;
+            let (ordinal, index_base) = (sites, entries);
+            sites += 1;
             entries += slots * experts * out_dims.len();
-            LoraSite { index_base, out_dims, in_dim }
+            LoraSite { ordinal, index_base, out_dims, in_dim }
         };
         let d = config.hidden;
         let (heads, share) = (share.heads.clone(), &share.experts);
@@ -87,7 +100,13 @@ impl LayerSites {
 
     /// The index entry of a projection; `expert` is this rank's id. `None` where the layer has no such projection.
     pub fn entry(&self, slot: usize, site: Site, expert: usize) -> Option<usize> {
-        let (site, projection, experts) = match site {
+        let (site, projection, experts) = self.projection(site)?;
+        Some(site.index_base + (slot * experts + expert) * site.out_dims.len() + projection)
+    }
+
+    /// The site that a projection belongs to, its number there, and the experts that have one.
+    fn projection(&self, site: Site) -> Option<(&LoraSite, usize, usize)> {
+        Some(match site {
             Site::Q => (&self.qkv, 0, 1),
             Site::K => (&self.qkv, 1, 1),
             Site::V => (&self.qkv, 2, 1),
@@ -97,8 +116,7 @@ impl LayerSites {
             Site::Up | Site::ExpertUp => (&self.gate_up, 1, self.experts),
             Site::Down | Site::ExpertDown => (&self.down, 0, self.experts),
             _ => return None,
-        };
-        Some(site.index_base + (slot * experts + expert) * site.out_dims.len() + projection)
+        })
     }
 }
 
@@ -158,12 +176,12 @@ impl PoolSites {
         }
     }
 
-    /// The index entry of a projection in slot 0; `expert` is this rank's id.
-    pub fn entry(&self, site: Site, expert: usize) -> Option<usize> {
+    /// The ordinal of a projection's site and its index entry in slot 0; `expert` is this rank's id.
+    pub fn entry(&self, site: Site, expert: usize) -> Option<(usize, usize)> {
         match (self, site) {
-            (Self::Layer(sites, _), _) => sites.entry(0, site, expert),
-            (Self::Ends(ends), Site::Embedding) => Some(ends.embedding.index_base),
-            (Self::Ends(ends), Site::LmHead) => Some(ends.lm_head.index_base),
+            (Self::Layer(sites, _), _) => Some((sites.projection(site)?.0.ordinal, sites.entry(0, site, expert)?)),
+            (Self::Ends(ends), Site::Embedding) => Some((ends.embedding.ordinal, ends.embedding.index_base)),
+            (Self::Ends(ends), Site::LmHead) => Some((ends.lm_head.ordinal, ends.lm_head.index_base)),
             _ => None,
         }
     }
@@ -176,16 +194,21 @@ impl PoolSites {
         }
     }
 
-    /// For each site, the first entry of slot 0 and the entries of one slot.
-    pub fn blocks(&self) -> Vec<(usize, usize)> {
-        let of = |site: &LoraSite, experts: usize| (site.index_base, experts * site.out_dims.len());
-        match self {
-            Self::Ends(ends) => vec![of(&ends.embedding, 1), of(&ends.lm_head, 1)],
+    /// The entries of each site, by ordinal.
+    pub fn runs(&self) -> Vec<Run> {
+        let of = |name, site: &LoraSite, experts: usize| {
+            let run = Run { name, base: site.index_base, count: experts * site.out_dims.len() };
+            (site.ordinal, run)
+        };
+        let mut all = match self {
+            Self::Ends(ends) => vec![of("embedding", &ends.embedding, 1), of("lm_head", &ends.lm_head, 1)],
             Self::Layer(s, _) => {
-                let mut all = vec![of(&s.qkv, 1), of(&s.o, 1), of(&s.gate_up, s.experts), of(&s.down, s.experts)];
-                all.extend(s.router.as_ref().map(|site| of(site, 1)));
-                all
+                let experts = [of("gate_up", &s.gate_up, s.experts), of("down", &s.down, s.experts)];
+                let router = s.router.as_ref().map(|site| of("router", site, 1));
+                [of("qkv", &s.qkv, 1), of("o", &s.o, 1)].into_iter().chain(router).chain(experts).collect()
             }
-        }
+        };
+        all.sort_unstable_by_key(|(ordinal, _)| *ordinal);
+        all.into_iter().map(|(_, run)| run).collect()
     }
 }

@@ -81,6 +81,8 @@ params! {
 /// One place in the network whose input several projections share, such as q, k and v, or gate and up.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoraSite {
+    /// Its number among the sites of its layer: which of [`Factors::pools`] has its factors.
+    pub ordinal: usize,
     /// First entry in the layer's index: entry `index_base + v · projections + i` for virtual expert v.
     pub index_base: usize,
     /// Columns of each projection in y, in order and without gaps; at most four.
@@ -117,22 +119,28 @@ impl LoraSite {
     }
 }
 
-/// The factors of one layer.
+/// The factors of one layer. Each site has a binding of its own, so that the device's limit bounds a site, not a layer.
 #[derive(Debug, Clone)]
 pub struct Factors {
-    /// 16-byte words of every factor.
-    pub pool: View,
+    /// 16-byte words of the factors of each site, by [`LoraSite::ordinal`].
+    pub pools: Vec<View>,
     /// An entry for each (slot, expert, projection) of each site: `[a, b, rank | type << 16 | bias << 18 | n << 24, scale]`;
-    /// with a bias the rank counts it, as the last column of B; A times 2^n lies in the range of f16.
+    /// a and b are words of the site's pool; with a bias the rank counts it, as the last column of B; A times 2^n lies in the
+    /// range of f16.
     pub index: View,
-    /// First entries of the sites for which no adapter here has a factor: nothing is recorded for them.
+    /// Ordinals of the sites for which no adapter here has a factor: nothing is recorded for them.
     pub empty: Vec<usize>,
 }
 
 impl Factors {
     /// Whether some adapter has a factor for `site`.
     pub fn any(&self, site: &LoraSite) -> bool {
-        !self.empty.contains(&site.index_base)
+        !self.empty.contains(&site.ordinal)
+    }
+
+    /// The words of the factors of `site`, which must be one of this layer.
+    pub fn pool(&self, site: &LoraSite) -> &View {
+        &self.pools[site.ordinal]
     }
 }
 
@@ -229,7 +237,7 @@ impl Lora<'_> {
             pad1: 0,
         };
         let factors = self.factors;
-        let buffers = [self.x, &factors.pool, &factors.index, ids, &u];
+        let buffers = [self.x, factors.pool(self.site), &factors.index, ids, &u];
         rec.dispatch(pass, &shrink, bytemuck::bytes_of(&params), &buffers, &self.grid(columns)?);
         self.record_expand(rec, pass, &u)
     }
@@ -264,7 +272,7 @@ impl Lora<'_> {
             out_begin,
             out_rows,
         };
-        let buffers = [u, &self.factors.pool, &self.factors.index, ids, self.y];
+        let buffers = [u, self.factors.pool(self.site), &self.factors.index, ids, self.y];
         rec.dispatch(pass, &expand, bytemuck::bytes_of(&params), &buffers, &self.grid(tiles)?);
         Ok(())
     }

@@ -58,7 +58,7 @@ impl LoraGather<'_> {
             slots: self.slots as u32,
             max_rank: max_rank as u32,
         };
-        let buffers = [self.row_table, self.last_ids, &self.factors.pool, &self.factors.index, self.u];
+        let buffers = [self.row_table, self.last_ids, self.factors.pool(self.site), &self.factors.index, self.u];
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &cover(self.rows * max_rank / 8));
         Ok(())
     }

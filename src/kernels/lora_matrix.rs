@@ -131,7 +131,7 @@ impl LoraShrinkMatrix<'_> {
             pad0: 0,
         };
         let grid = self.aligned.grid(shrink_columns(self.site, self.max_rank))?;
-        let buffers = [&self.x.view, &self.factors.pool, &self.factors.index, &self.aligned.view, self.u];
+        let buffers = [&self.x.view, self.factors.pool(self.site), &self.factors.index, &self.aligned.view, self.u];
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         Ok(())
     }
@@ -223,7 +223,7 @@ impl LoraExpandTiles<'_> {
             out_rows,
         };
         let grid = self.aligned.grid(tiles)?;
-        let Factors { pool, index, .. } = self.factors;
+        let (pool, index) = (self.factors.pool(self.site), &self.factors.index);
         let buffers = [self.u, pool, index, &self.aligned.view, &self.places.view, self.y];
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         Ok(())

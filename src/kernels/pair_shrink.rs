@@ -77,7 +77,7 @@ pub struct Shrunk {
     pub u: View,
     /// Rank that u has room for: a multiple of 8.
     pub max_rank: usize,
-    /// The factors.
+    /// The factors of the site.
     pub pool: View,
 }
 
@@ -116,7 +116,7 @@ impl PairShrink<'_> {
             pad0: 0,
             pad1: 0,
         };
-        let Factors { pool, index, .. } = self.factors;
+        let (pool, index) = (self.factors.pool(self.site), &self.factors.index);
         let buffers = [self.x, pool, index, self.ids, self.token_lora_mapping, &u, self.status];
         let row_tiles = (projections * max_rank).div_ceil(rows::SUBGROUPS as usize);
         let grid = Grid::Direct([self.rows as u32, row_tiles as u32, 1]);

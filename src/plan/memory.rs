@@ -63,14 +63,15 @@ fn widest_row(config: &ModelConfig, heads: &HeadShare) -> usize {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::checkpoint::MlpKind;
     use crate::family::Family;
     use crate::placement::{Heads, Topology};
     use crate::shape::MoeShape;
 
-    fn qwen3_30b() -> ModelConfig {
+    /// Qwen3-30B-A3B.
+    pub(crate) fn qwen3_30b() -> ModelConfig {
         ModelConfig {
             family: Family::Qwen3Moe,
             hidden: 2048,

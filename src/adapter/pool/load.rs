@@ -1,9 +1,9 @@
-//! One load, in three parts: the images of its layers, the plan with all new buffers, and what carries it out.
+//! One load, in three parts: the images of its sites, the plan with all new buffers, and what carries it out.
 
 use super::{AdapterId, AdapterPool, Slot};
 use crate::adapter::Adapter;
 use crate::adapter::image::{Image, WORD};
-use crate::adapter::room::{Bounds, LayerRoom, Refusal, capacities};
+use crate::adapter::room::{Bounds, Refusal, SiteRoom, capacities};
 use crate::adapter::sites::PoolSites;
 use crate::adapter::store::Held;
 use crate::error::{Error, ErrorKind, Result};
@@ -13,8 +13,9 @@ pub(super) struct Plan<'a> {
     slot: usize,
     /// Slots whose tenants go.
     evicted: Vec<usize>,
+    /// By place.
     images: Vec<Image<'a>>,
-    /// A new buffer and its words, where a layer needs one.
+    /// A new buffer and its words, where a site needs one.
     buffers: Vec<Option<(wgpu::Buffer, u64)>>,
 }
 
@@ -27,28 +28,40 @@ pub(super) enum Obstacle {
 }
 
 impl AdapterPool {
+    /// What each place takes of `adapter`.
     pub(super) fn images<'a>(&self, adapter: &'a Adapter) -> Vec<Image<'a>> {
-        self.layers.iter().enumerate().map(|(layer, store)| Image::new(&store.sites, layer, adapter)).collect()
+        self.layers
+            .iter()
+            .enumerate()
+            .flat_map(|(layer, store)| Image::of_layer(&store.sites, layer, adapter))
+            .collect()
     }
 
     pub(super) fn bounds(&self) -> Bounds {
         // An index entry counts words in 32 bits.
-        let layer = (self.gpu.capabilities().max_binding_bytes / WORD).min(u64::from(u32::MAX));
-        Bounds { layer, budget: self.budget.map(|bytes| bytes / WORD) }
+        let site = (self.gpu.capabilities().max_binding_bytes / WORD).min(u64::from(u32::MAX));
+        Bounds { site, budget: self.budget.map(|bytes| bytes / WORD) }
     }
 
     pub(super) fn refused(&self, refusal: Refusal) -> Error {
         let message = match refusal {
-            Refusal::Layer { layer, live, new } => format!(
-                "adapter factors: {} bytes in {}, where {} are pinned and the device's binding limit is {}",
-                new * WORD,
-                match self.layers[layer].sites {
-                    PoolSites::Layer(..) => format!("layer {layer}"),
-                    PoolSites::Ends(_) => "embedding and LM head".to_owned(),
-                },
-                live * WORD,
-                self.bounds().layer * WORD
-            ),
+            Refusal::Site { site, live, new } => {
+                let (layer, site) = self.places[site];
+                let store = &self.layers[layer];
+                let place = match store.sites {
+                    PoolSites::Layer(..) => format!("`{}` of layer {layer}", store.name(site)),
+                    PoolSites::Ends(_) => format!("`{}`", store.name(site)),
+                };
+                let limit = self.bounds().site;
+                format!(
+                    "adapter factors: {} bytes for {place}, where {} are pinned and the device's binding limit is {}, \
+                     which holds {} of this size",
+                    new * WORD,
+                    live * WORD,
+                    limit * WORD,
+                    limit / new.max(1)
+                )
+            }
             Refusal::Budget { live, new } => format!(
                 "adapter memory: {} bytes needed, where {} are pinned and the budget is {}",
                 new * WORD,
@@ -81,9 +94,9 @@ impl AdapterPool {
         }
     }
 
-    /// The new buffers that the layers need for `images` once the tenants of `evicted` are gone.
+    /// The new buffers that the places need for `images` once the tenants of `evicted` are gone.
     fn buffers(&mut self, images: &[Image<'_>], evicted: &[usize]) -> Result<Vec<Option<(wgpu::Buffer, u64)>>> {
-        let rooms: Vec<LayerRoom> = (0..self.layers.len()).map(|i| self.room(i, images[i].words, evicted)).collect();
+        let rooms: Vec<SiteRoom> = (0..self.places.len()).map(|i| self.room(i, images[i].words, evicted)).collect();
         let mut last = None;
         for slack in [true, false] {
             let sizes = capacities(&rooms, self.bounds(), slack).map_err(|refusal| self.refused(refusal))?;
@@ -95,15 +108,16 @@ impl AdapterPool {
         Err(last.unwrap_or_else(|| Error::new(ErrorKind::OutOfMemory, "adapter factors: no memory")))
     }
 
-    fn room(&self, layer: usize, new: u64, evicted: &[usize]) -> LayerRoom {
+    fn room(&self, place: usize, new: u64, evicted: &[usize]) -> SiteRoom {
+        let (layer, site) = self.places[place];
         let store = &self.layers[layer];
-        let held = |slot: usize| self.slots[slot].as_ref().map(|s| &s.held[layer]);
+        let held = |slot: usize| self.slots[slot].as_ref().map(|s| &s.held[place]);
         let live = (0..self.slots.len()).filter(|s| !evicted.contains(s)).filter_map(held).map(|h| h.words).sum();
-        let in_place = store.takes(new, evicted.iter().copied().filter_map(held));
-        LayerRoom { capacity: store.capacity(), live, new, in_place }
+        let in_place = store.takes(site, new, evicted.iter().copied().filter_map(held));
+        SiteRoom { capacity: store.capacity(site), live, new, in_place }
     }
 
-    fn replacement(&mut self, room: &LayerRoom, size: u64) -> Result<Option<(wgpu::Buffer, u64)>> {
+    fn replacement(&mut self, room: &SiteRoom, size: u64) -> Result<Option<(wgpu::Buffer, u64)>> {
         if room.in_place && size == room.capacity {
             return Ok(None);
         }
@@ -120,20 +134,23 @@ impl AdapterPool {
         for slot in &plan.evicted {
             self.release(*slot);
         }
-        let mut held = Vec::with_capacity(self.layers.len());
-        for (layer, (image, buffer)) in plan.images.into_iter().zip(plan.buffers).enumerate() {
+        let mut held = Vec::with_capacity(self.places.len());
+        for (place, (image, buffer)) in plan.images.into_iter().zip(plan.buffers).enumerate() {
+            let (layer, site) = self.places[place];
             let store = &mut self.layers[layer];
             if let Some((buffer, capacity)) = buffer {
                 let kept = self.slots.iter_mut().enumerate();
-                let kept = kept.filter_map(|(slot, s)| Some((slot, &mut s.as_mut()?.held[layer])));
-                store.replace(&self.gpu, &buffer, capacity, kept);
+                let kept = kept.filter_map(|(slot, s)| Some((slot, &mut s.as_mut()?.held[place])));
+                store.replace(&self.gpu, site, &buffer, capacity, kept);
                 self.growths += 1;
             }
-            let begin = store.take(image.words).expect("the plan made room");
-            let new = Held { begin, words: image.words, entries: image.entries.clone() };
-            store.write(&self.gpu, &new, &image.bytes());
-            store.publish(&self.gpu, plan.slot, &new);
-            self.gpu.queue().submit([]);
+            let begin = store.take(site, image.words).expect("the plan made room");
+            let new = Held { begin, words: image.words, entries: image.entries() };
+            store.write(&self.gpu, site, &new, &image.bytes());
+            store.publish(&self.gpu, site, plan.slot, &new);
+            if site + 1 == store.len() {
+                self.gpu.queue().submit([]);
+            }
             held.push(new);
         }
         let ranks = adapter.factors.iter().map(|f| f.rank + usize::from(f.bias.is_some()));
