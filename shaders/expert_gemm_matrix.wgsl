@@ -8,6 +8,10 @@
 // y lies in the order of the tiles, padding included, and keeps both powers of two: so the sums go to memory as they are. The
 // activation, the adapters and combine know the place and the power of each pair.
 {% endif %}
+{% if lora %}
+// Adapters lengthen the inner dimension: behind W[e] stand the B of every adapter that a row of this tile has, times 2^{{ lift }},
+// and behind a row of x the u of its own adapter, times 2^-{{ lift }}, and zeros for the others.
+{% endif %}
 enable f16;
 enable wgpu_cooperative_matrix;
 // Which part of a tile a subgroup owns is uniform within it, but not for the analysis.
@@ -38,14 +42,29 @@ struct ExpertGemmMatrixParams {
     // What a weight is multiplied by when it becomes f16, and the inverse.
     w_scale: f32,
     w_unscale: f32,
-    pad0: u32,
+    // Adapters: their slots and experts, entries of this site in `index`, its projections, and the rank that u has room for, a
+    // multiple of 16.
+    slots: u32,
+    experts: u32,
+    index_base: u32,
+    projections: u32,
+    max_rank: u32,
+    // For each projection: first column in y, columns.
+    span_begin: vec4<u32>,
+    span_rows: vec4<u32>,
 }
 
 @group(0) @binding(0) var<uniform> params: ExpertGemmMatrixParams;
 @group(0) @binding(1) var<storage, read> x: array<vec4<u32>>; // f16 [rows / row_div, K], exponents [rows / row_div]
 @group(0) @binding(2) var<storage, read> w: array<vec4<u32>>; // [count, out_rows, K], rows padded to eight
 @group(0) @binding(3) var<storage, read> ids: array<i32>; // alignment; unused when dense
-@group(0) @binding(4) var<storage, read_write> y: array<f32>; // [C, y_stride] in tiles, [rows, y_stride] when dense
+{% if lora %}
+@group(0) @binding(4) var<storage, read> u: array<vec4<u32>>; // f16 [P, projections, max_rank] from `lora_shrink_matrix`
+@group(0) @binding(5) var<storage, read> pool: array<vec4<u32>>;
+@group(0) @binding(6) var<storage, read> index: array<Factor>; // [slots, experts, projections] from index_base
+@group(0) @binding(7) var<storage, read> virtual_ids: array<i32>; // [P]; when dense the slot of each row
+{% endif %}
+@group(0) @binding({{ 8 if lora else 4 }}) var<storage, read_write> y: array<f32>; // [C, y_stride] in tiles, [rows, y_stride] when dense
 
 alias Left = coop_mat16x16<f16, A>;
 alias Right = coop_mat16x16<f16, B>;
@@ -69,8 +88,36 @@ const STRIP = {{ strip }}u;
 var<workgroup> y_tile: array<f32, {{ subgroups * 16 * strip }}>;
 {% endif %}
 
+{% if lora %}
+// What B is multiplied by, and u divided by: so that neither leaves the range of f16.
+const LIFT = {{ 2 ** lift }}.0;
+// Bits of the slots that the rows of each subgroup's loads have.
+var<workgroup> slot_bits: array<vec4<u32>, {{ subgroups }}>;
+{% endif %}
+
 {% include "shared/rows.wgsl" %}
 {% include "shared/halves.wgsl" %}
+{% if lora %}
+{% include "shared/eight.wgsl" %}
+{% include "shared/factors.wgsl" %}
+
+// The place of the bit number `n`, counted from 0, among the bits that are set.
+fn nth_bit(bits: vec4<u32>, n: u32) -> u32 {
+    var rest = n;
+    for (var word = 0u; word < 4u; word = word + 1u) {
+        let count = countOneBits(bits[word]);
+        if (rest < count) {
+            var left = bits[word];
+            for (var i = 0u; i < rest; i = i + 1u) {
+                left = left & (left - 1u);
+            }
+            return word * 32u + firstTrailingBit(left);
+        }
+        rest = rest - count;
+    }
+    return 0u;
+}
+{% endif %}
 
 fn decode(words: vec2<u32>) -> vec4<f16> {
     {% if dtype == "f16" %}
@@ -107,6 +154,9 @@ fn main(
         return;
     }
     let expert = 0u;
+    {% if lora %}
+    let label = 0;
+    {% endif %}
     {% endif %}
     let first_column = workgroup.x * {{ columns }}u;
 
@@ -127,6 +177,23 @@ fn main(
     var x{{ p }}_{{ i }} = vec4<u32>();
     {% endfor %}
     {% endfor %}
+    {% if lora %}
+    var own_slots = vec4<u32>();
+    {% for i in range(x_loads) %}
+    {% if rows == "dense" %}
+    let pair{{ i }} = first_row + row{{ i }};
+    {% endif %}
+    var slot{{ i }} = -1;
+    if (row{{ i }} < {{ height }}u && pair{{ i }} < params.rows) {
+        let id = virtual_ids[pair{{ i }}];
+        slot{{ i }} = select(-1, id / i32(params.experts), id >= 0 && id < i32(params.slots * params.experts));
+    }
+    if (slot{{ i }} >= 0) {
+        own_slots[u32(slot{{ i }}) / 32u] = own_slots[u32(slot{{ i }}) / 32u] | (1u << (u32(slot{{ i }}) % 32u));
+    }
+    {% endfor %}
+    slot_bits[subgroup] = subgroupOr(own_slots);
+    {% endif %}
     {% for i in range(w_loads) %}
     let w_at{{ i }} = (expert * params.out_rows + min(first_column + row{{ i }}, params.out_rows - 1u)) * params.groups;
     {% for p in range(ahead) %}
@@ -185,6 +252,27 @@ fn main(
         {{ tile }}[at + 1u] = {{ second }};
     }
     {% endmacro %}
+    {% macro multiply() %}
+            {% if rests %}
+            if (busy) {
+            {% else %}
+            {
+            {% endif %}
+                {% for q in range(depth // 16) %}
+                {
+                    {% for i in range(sub_rows // 16) %}
+                    let left{{ i }} = coopLoadT<Left>(&x_tile[{{ q * 4 }}u + (row_begin + {{ i * 16 }}u) * ROW], ROW);
+                    {% endfor %}
+                    {% for j in range(sub_columns // 16) %}
+                    let right{{ j }} = coopLoad<Right>(&w_tile[{{ q * 4 }}u + (column_begin + {{ j * 16 }}u) * ROW], ROW);
+                    {% for i in range(sub_rows // 16) %}
+                    sum{{ i }}_{{ j }} = coopMultiplyAdd(left{{ i }}, right{{ j }}, sum{{ i }}_{{ j }});
+                    {% endfor %}
+                    {% endfor %}
+                }
+                {% endfor %}
+            }
+    {% endmacro %}
     // A multiple of {{ ahead }} steps, of which the last may lie past the end of ragged rows.
     let steps = (params.x_groups + {{ ahead * part - 1 }}u) / {{ ahead * part }}u * {{ ahead }}u;
     {% for p in range(ahead) %}
@@ -217,28 +305,97 @@ fn main(
             workgroupBarrier();
             {{ fetch_w(p, "min(step + " ~ (p + ahead) ~ "u, steps - 1u)") }}
             {{ fetch_x(p % x_ahead, "min(step + " ~ (p + x_ahead) ~ "u, steps - 1u)") }}
-            {% if rests %}
-            if (busy) {
-            {% else %}
-            {
-            {% endif %}
-                {% for q in range(depth // 16) %}
-                {
-                    {% for i in range(sub_rows // 16) %}
-                    let left{{ i }} = coopLoadT<Left>(&x_tile[{{ q * 4 }}u + (row_begin + {{ i * 16 }}u) * ROW], ROW);
-                    {% endfor %}
-                    {% for j in range(sub_columns // 16) %}
-                    let right{{ j }} = coopLoad<Right>(&w_tile[{{ q * 4 }}u + (column_begin + {{ j * 16 }}u) * ROW], ROW);
-                    {% for i in range(sub_rows // 16) %}
-                    sum{{ i }}_{{ j }} = coopMultiplyAdd(left{{ i }}, right{{ j }}, sum{{ i }}_{{ j }});
-                    {% endfor %}
-                    {% endfor %}
-                }
-                {% endfor %}
-            }
+            {{ multiply() }}
         }
         {% endfor %}
     }
+
+    {% if lora %}
+    workgroupBarrier();
+    var slots = slot_bits[0];
+    {% for s in range(1, subgroups) %}
+    slots = slots | slot_bits[{{ s }}];
+    {% endfor %}
+    let counts = countOneBits(slots);
+    // The projections whose columns this tile has, one but where it lies across their border, and chunks of 16 ranks.
+    let y_begin = params.out_begin + first_column;
+    let y_end = params.out_begin + min(first_column + {{ columns }}u, params.out_rows);
+    var first_projection = 0u;
+    var projections = 1u;
+    for (var i = 1u; i < params.projections; i = i + 1u) {
+        if (params.span_begin[i] <= y_begin) {
+            first_projection = i;
+            projections = 1u;
+        } else if (params.span_begin[i] < y_end) {
+            projections = projections + 1u;
+        }
+    }
+    let slot_chunks = projections * (params.max_rank / 16u);
+    let chunks = (counts.x + counts.y + counts.z + counts.w) * slot_chunks;
+    for (var begin = 0u; begin < chunks; begin = begin + {{ depth // 16 }}u) {
+        // A lane has one group of eight ranks: in {{ x_loads }} rows of u, and in {{ w_loads }} columns of B.
+        let chunk = min(begin + part / 2u, chunks - 1u);
+        let slot = nth_bit(slots, chunk / slot_chunks);
+        let of_slot = chunk % slot_chunks * 16u;
+        let projection = first_projection + of_slot / params.max_rank;
+        let group = of_slot % params.max_rank / 8u + part % 2u;
+        let factor = index[params.index_base + (slot * params.experts + u32(label)) * params.projections + projection];
+        let groups = ((factor.rank_type & 0xffffu) + 7u) / 8u;
+        let inside = begin + part / 2u < chunks && group < groups;
+        let storage = storage_of(factor);
+        workgroupBarrier();
+        {
+            {% for i in range(x_loads) %}
+            let own{{ i }} = inside && slot{{ i }} == i32(slot);
+            let at{{ i }} = (min(pair{{ i }}, params.rows - 1u) * params.projections + projection) * (params.max_rank / 8u) + group;
+            let read{{ i }} = u[at{{ i }}];
+            {% endfor %}
+            {% for i in range(x_loads) %}
+            {
+                let words = select(vec4<u32>(), read{{ i }}, own{{ i }});
+                {{ store("x_tile", i, height, "halves(words.xy)", "halves(words.zw)") }}
+            }
+            {% endfor %}
+        }
+        {% for i in range(w_loads) %}
+        let column{{ i }} = y_begin + row{{ i }} - params.span_begin[projection];
+        let held{{ i }} = inside && y_begin + row{{ i }} >= params.span_begin[projection] && column{{ i }} < params.span_rows[projection];
+        let b_at{{ i }} = select(0u, column{{ i }} * groups + group, held{{ i }});
+        {% endfor %}
+        {# A loop for each width of a storage type: a load in a branch is waited for at the end of that branch. #}
+        {% macro fetch_b(wide) %}
+            {% for i in range(w_loads) %}
+            {% if wide %}
+            let lo{{ i }} = pool[factor.b + b_at{{ i }} * 2u];
+            let hi{{ i }} = pool[factor.b + b_at{{ i }} * 2u + 1u];
+            {% else %}
+            let lo{{ i }} = pool[factor.b + b_at{{ i }}];
+            {% endif %}
+            {% endfor %}
+            {% for i in range(w_loads) %}
+            {% if wide %}
+            let first{{ i }} = bitcast<vec4<f32>>(lo{{ i }});
+            let second{{ i }} = bitcast<vec4<f32>>(hi{{ i }});
+            {% else %}
+            let first{{ i }} = decode_factor4(lo{{ i }}.xy, storage);
+            let second{{ i }} = decode_factor4(lo{{ i }}.zw, storage);
+            {% endif %}
+            {
+                let first = vec4<f16>(select(vec4<f32>(), first{{ i }} * LIFT, held{{ i }}));
+                let second = vec4<f16>(select(vec4<f32>(), second{{ i }} * LIFT, held{{ i }}));
+                {{ store("w_tile", i, columns, "first", "second") }}
+            }
+            {% endfor %}
+        {% endmacro %}
+        if (storage == 0u) {
+            {{ fetch_b(true) }}
+        } else {
+            {{ fetch_b(false) }}
+        }
+        workgroupBarrier();
+        {{ multiply() }}
+    }
+    {% endif %}
 
     {% if rows == "tiles" %}
     if (busy) {

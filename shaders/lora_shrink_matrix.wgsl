@@ -1,7 +1,12 @@
 // First half of an adapter on cooperative matrices: u[p] = s A x[row(p)] for 16 pairs of one virtual expert, one projection
 // and 16 rows of A a workgroup. Its subgroups share the depth among them and add up their sums at the end. Both operands
 // pass through workgroup memory as f16: rows of x come packed, each with its power of two; a factor's A has one, too. The
-// f32 intermediate carries the scale, and the powers of two of x and of the base weights that y keeps; `lora_expand` reads it.
+// intermediate carries the scale, and the powers of two of x and of the base weights that y keeps.
+{% if folded %}
+// It is f16, times 2^-{{ lift }}: `expert_gemm_matrix` adds B u.
+{% else %}
+// It is f32: `lora_expand_tiles` adds B u.
+{% endif %}
 enable f16;
 enable wgpu_cooperative_matrix;
 // Which part of the depth a subgroup owns is uniform within it, but not for the analysis.
@@ -31,7 +36,11 @@ struct LoraShrinkMatrixParams {
 @group(0) @binding(2) var<storage, read> pool: array<vec4<u32>>;
 @group(0) @binding(3) var<storage, read> index: array<Factor>; // [V, projections] from index_base
 @group(0) @binding(4) var<storage, read> ids: array<i32>; // alignment over V buckets in tiles of 16
+{% if folded %}
+@group(0) @binding(5) var<storage, read_write> u: array<u32>; // f16 [P, projections, max_rank]
+{% else %}
 @group(0) @binding(5) var<storage, read_write> u: array<f32>; // [P, projections, max_rank]
+{% endif %}
 
 alias Left = coop_mat16x16<f16, A>;
 alias Right = coop_mat16x16<f16, B>;
@@ -152,19 +161,27 @@ fn main(
     let own = &u_tile[subgroup * 256u];
     coopStoreT(sum, own, 16u);
     workgroupBarrier();
-    for (var at = lane; at < 256u; at = at + {{ subgroups * width }}u) {
+    {% set per_lane = 2 if folded else 1 %}
+    for (var at = lane * {{ per_lane }}u; at < 256u; at = at + {{ subgroups * width * per_lane }}u) {
         let r = r_begin + at % 16u;
         let pair = u32(ids[params.sorted_base + item * 16u + at / 16u]);
         if (pair < params.rows && r < padded_rank) {
-            var value = 0.0;
-            for (var s = 0u; s < {{ subgroups }}u; s = s + 1u) {
-                value = value + u_tile[s * 256u + at];
-            }
             let e_at = params.exponents + pair / params.row_div;
             let shift = i32(unpack2x16float(x[e_at / 2u][e_at % 2u * 2u]).x);
-            value = select(power_of_two(shift), value / to_halves, r < a_rows) * params.w_scale;
+            {% for j in range(per_lane) %}
+            var value{{ j }} = 0.0;
+            for (var s = 0u; s < {{ subgroups }}u; s = s + 1u) {
+                value{{ j }} = value{{ j }} + u_tile[s * 256u + at + {{ j }}u];
+            }
+            value{{ j }} = select(power_of_two(shift), value{{ j }} / to_halves, r + {{ j }}u < a_rows) * params.w_scale;
+            value{{ j }} = select(0.0, value{{ j }} * factor.scale, r + {{ j }}u < rank);
+            {% endfor %}
             let to = (pair * params.projections + projection) * params.max_rank + r;
-            u[to] = select(0.0, value * factor.scale, r < rank);
+            {% if folded %}
+            u[to / 2u] = pack2x16float(vec2<f32>(value0, value1) * {{ 1 / 2 ** lift }});
+            {% else %}
+            u[to] = value0;
+            {% endif %}
         }
     }
 }

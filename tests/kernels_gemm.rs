@@ -122,7 +122,8 @@ fn check_tiles(gpu: &Gpu, case: &Case, tile: usize) -> Result<(), String> {
         let packed = Packed::scratch(rec, "packed", pairs.div_ceil(row_div), inner)?;
         Pack { x: &x_view, packed: &packed }.record(rec, pass)?;
         let (rows, select, x, weights, y, accumulate) = (pairs, Rows::Tiles(&aligned), &packed, &w, &y.view, false);
-        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate }.record(rec, pass)?;
+        let adapters = None;
+        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, adapters }.record(rec, pass)?;
         Ok((aligned, packed))
     });
     let got = y.read(gpu);

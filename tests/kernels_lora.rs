@@ -7,11 +7,12 @@ mod device;
 mod gpu_run;
 
 use common::{AdapterMix, Rng, Routing, TOL_F32, UNWRITTEN_F32, UNWRITTEN_I32, each_case, rel_err, tolerance};
-use gpu_run::{Output, read, run, upload};
+use gpu_run::{Output, read, run, upload, weights};
 use wgmoe::Gpu;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::align::Align;
 use wgmoe::kernels::expert_gemm::Rows;
+use wgmoe::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Folded};
 use wgmoe::kernels::lora::{Factors, Lora, LoraSite, column_tiles};
 use wgmoe::kernels::lora_gather::LoraGather;
 use wgmoe::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
@@ -417,6 +418,7 @@ fn check_matrix(gpu: &Gpu, case: &Case) -> Result<(), String> {
             site: &site,
             factors: &factors,
             x: &packed,
+            folded: false,
             u: &u,
         }
         .record(rec, pass)?;
@@ -497,5 +499,141 @@ fn adapters_on_matrices_equal_the_oracle() {
     }
     for gpu in device::every_tier().into_iter().filter(|gpu| gpu.capabilities().matrix) {
         each_case(&cases, |case| check_matrix(&gpu, case));
+    }
+}
+
+/// A product on cooperative matrices that adds adapters, in tiles of `tile` pairs or, with one expert and `None`, dense; its
+/// weights cut into pieces of `cut` rows.
+fn check_folded(gpu: &Gpu, (case, tile, cut): &(Case, Option<usize>, Option<usize>)) -> Result<(), String> {
+    let Prepared { mut rng, ids, virtual_ids, factors, held, site, max_rank } = prepare(gpu, case);
+    let (slots, experts, projections) = (case.slots.len(), case.experts, case.out_dims.len());
+    let (pairs, row_div, inner) = (case.tokens * case.top_k, case.top_k, case.inner);
+    let max_rank = max_rank.next_multiple_of(16);
+    let out: usize = case.out_dims.iter().sum();
+    let y_stride = out.next_multiple_of(16);
+    let x = rng.floats(case.tokens * inner);
+    let limit = cut.map_or(u64::MAX, |rows| (rows * inner * 2) as u64);
+    let (w, decoded) = weights(gpu, DType::Bf16, [experts, out, inner], &rng.floats(experts * out * inner), limit);
+    let rows = tile.map_or(pairs, |tile| align_capacity(pairs, experts, tile));
+    let before = if tile.is_some() { vec![UNWRITTEN_F32; rows * y_stride] } else { rng.floats(rows * y_stride) };
+    let y = Output::of(gpu, &before, UNWRITTEN_F32);
+    let (x_view, ids_view, virtual_view) = (upload(gpu, &x), upload(gpu, &ids), upload(gpu, &virtual_ids));
+    let (aligned, packed) = run(gpu, |rec, pass| {
+        // 0x7fff is a NaN of f16, too: what the shrink leaves unwritten must not be added.
+        let words = pairs * projections * max_rank / 2;
+        let u = rec.scratch("lora u", words as u64 * 4)?;
+        gpu.queue().write_buffer(&u.buffer, 0, bytemuck::cast_slice(&vec![0x7fff_7fffu32; words]));
+        let buckets = slots * experts;
+        let (label, work_label) = ("virtual tiles", "work");
+        let columns = lora_matrix::column_tiles(&site, max_rank);
+        let tiles =
+            Align { pairs, buckets, tile: lora_matrix::TILE, label, work_label, ids: &virtual_view, columns: &columns }
+                .record(rec, pass)?;
+        let aligned = match *tile {
+            None => None,
+            Some(tile) => {
+                let columns: Vec<u32> = w.columns(gpu.capabilities(), tile).collect();
+                let align = Align {
+                    pairs,
+                    buckets: experts,
+                    tile,
+                    label: "tiles",
+                    work_label,
+                    ids: &ids_view,
+                    columns: &columns,
+                };
+                Some(align.record(rec, pass)?)
+            }
+        };
+        let packed = Packed::scratch(rec, "packed", case.tokens, inner)?;
+        Pack { x: &x_view, packed: &packed }.record(rec, pass)?;
+        LoraShrinkMatrix {
+            rows: pairs,
+            row_div,
+            aligned: &tiles,
+            buckets,
+            max_rank,
+            w_scale: 1.0,
+            site: &site,
+            factors: &factors,
+            x: &packed,
+            folded: true,
+            u: &u,
+        }
+        .record(rec, pass)?;
+        let virtual_ids = &virtual_view;
+        let folded = Folded { u, max_rank, virtual_ids, slots, experts, site: &site, factors: &factors };
+        let select = aligned.as_ref().map_or(Rows::Dense, Rows::Tiles);
+        ExpertGemmMatrix {
+            rows: pairs,
+            row_div,
+            select,
+            x: &packed,
+            weights: &w,
+            y: &y.view,
+            y_stride,
+            accumulate: tile.is_none(),
+            adapters: Some(&folded),
+        }
+        .record(rec, pass)?;
+        Ok((aligned, packed))
+    });
+    let got = y.read(gpu);
+    let words: Option<(Vec<i32>, usize)> =
+        aligned.map(|a| (read(gpu, &a.view, a.places_base as usize + pairs), a.places_base as usize));
+    let halves: Vec<u16> = read(gpu, &packed.view, (packed.exponents() as usize + packed.rows) * 4);
+    let mut expected = vec![0.0; pairs * out];
+    reference::expert_gemm(&x, &decoded, &ids, row_div, out, inner, &mut expected);
+    let mut column = 0;
+    for (i, width) in case.out_dims.iter().enumerate() {
+        let find = |v: usize| {
+            let h = &held[v * projections + i];
+            let (a, b) = (&h.a[..h.rank * inner], &h.b[..width * h.rank]);
+            Some(reference::Factors { rank: h.rank, scale: h.scale, a, b, bias: None })
+        };
+        reference::lora(&x, row_div, &virtual_ids, &find, *width, inner, &mut expected, out, column);
+        column += width;
+    }
+    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    for p in (0..pairs).filter(|p| tile.is_none() || ids[*p] >= 0) {
+        let place = words.as_ref().map_or(p, |(words, base)| words[base + p] as usize);
+        let exponent = DType::F16.decode(&halves[(packed.exponents() as usize + p / row_div) * 4].to_le_bytes())[0];
+        let unscale = if tile.is_some() { (-exponent).exp2() } else { 1.0 };
+        let residual = |c: usize| if tile.is_none() { before[p * y_stride + c] } else { 0.0 };
+        ours.extend(got[place * y_stride..][..out].iter().map(|v| v * unscale));
+        theirs.extend(expected[p * out..(p + 1) * out].iter().enumerate().map(|(c, v)| v + residual(c)));
+    }
+    let off = rel_err(&ours, &theirs);
+    if off > tolerance(gpu) { Err(format!("off by {off}")) } else { Ok(()) }
+}
+
+#[test]
+fn products_on_matrices_add_adapters_as_the_oracle_does() {
+    let mut cases = Vec::new();
+    let of = |slots: Vec<(usize, DType)>| Case { tokens: 60, slots, ..case() };
+    let many = || [(7, DType::F16), (16, DType::Bf16), (0, DType::F32), (3, DType::F32)].repeat(10);
+    for height in [None, Some(16), Some(32), Some(48), Some(80), Some(144)] {
+        let mut add = |case: Case, cut: Option<usize>| {
+            let case = if height.is_none() { Case { experts: 1, top_k: 1, ..case } } else { case };
+            cases.push((case, height, cut));
+        };
+        add(of(vec![(8, DType::F16)]), None);
+        add(of(vec![(3, DType::F16), (8, DType::F32), (17, DType::Bf16)]), None);
+        add(of(vec![(64, DType::F16), (0, DType::F32), (128, DType::F32)]), None);
+        add(Case { tokens: 300, ..of(many()) }, None);
+        for inner in [8, 64, 72, 256] {
+            add(Case { inner, ..of(vec![(16, DType::Bf16), (16, DType::F16)]) }, None);
+        }
+        for out_dims in [vec![128, 128], vec![256, 256], vec![40], vec![1, 16, 17, 5], vec![320, 64, 64]] {
+            add(Case { out_dims, tokens: 150, ..case() }, None);
+        }
+        add(Case { out_dims: vec![128, 128], ..case() }, Some(48));
+        for mix in AdapterMix::ALL {
+            add(Case { mix, tokens: 40, ..case() }, None);
+        }
+        add(Case { size: [5.0, 0.01], ..case() }, None);
+    }
+    for gpu in device::every_tier().into_iter().filter(|gpu| gpu.capabilities().matrix) {
+        each_case(&cases, |case| check_folded(&gpu, case));
     }
 }

@@ -27,6 +27,7 @@ use crate::checkpoint::untrusted::shown;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::placement::{Heads, RankShare};
+use crate::plan::matrix;
 
 /// A place in the model that an adapter can change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -100,6 +101,17 @@ pub struct Factor {
     pub b: Arc<Matrix>,
     /// `[out, 1]`, added to B·(A·x) before the scale (`lora_bias`).
     pub bias: Option<Arc<Matrix>>,
+}
+
+impl Factor {
+    /// Whether products on cooperative matrices can add it, see [`matrix::factor_folds`]; true for what they never meet.
+    pub(crate) fn folds(&self) -> bool {
+        let outside = matches!(self.site, Site::Embedding | Site::LmHead);
+        let Self { a, b, .. } = self;
+        // A bias is a column of B, whose part of u is as large as a row's power of two.
+        let folds = || matrix::factor_folds((a.dtype, &a.bytes), (b.dtype, &b.bytes), a.cols, self.scale);
+        outside || (self.bias.is_none() && folds())
+    }
 }
 
 /// An adapter in canonical form, checked against one model.

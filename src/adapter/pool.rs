@@ -50,6 +50,7 @@ struct Slot {
     pins: usize,
     last_use: u64,
     max_rank: usize,
+    folds: bool,
     /// By place.
     held: Vec<Held>,
 }
@@ -139,6 +140,12 @@ impl AdapterPool {
     /// The largest rank of the adapter in `slot`, a bias counted; 0 when it is empty.
     pub fn max_rank(&self, slot: usize) -> usize {
         self.slots[slot].as_ref().map_or(0, |s| s.max_rank)
+    }
+
+    /// Whether products on cooperative matrices can add the adapter in `slot`: its factors keep within the range of f16. True
+    /// for an empty slot.
+    pub fn folds(&self, slot: usize) -> bool {
+        self.slots[slot].as_ref().is_none_or(|s| s.folds)
     }
 
     /// The slot of a resident adapter.

@@ -261,6 +261,8 @@ impl ExpertGemm<'_> {
         };
         Pack { x: self.x, packed: &packed }.record(rec, pass)?;
         let Self { rows, row_div, select, weights, y, y_stride, accumulate, .. } = *self;
-        ExpertGemmMatrix { rows, row_div, select, x: &packed, weights, y, y_stride, accumulate }.record(rec, pass)
+        let adapters = None;
+        ExpertGemmMatrix { rows, row_div, select, x: &packed, weights, y, y_stride, accumulate, adapters }
+            .record(rec, pass)
     }
 }

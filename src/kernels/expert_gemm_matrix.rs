@@ -4,6 +4,7 @@ use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::expert_gemm::{Rows, Weights};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
+use crate::kernels::lora::{Factors, LoraSite};
 use crate::kernels::pack::Packed;
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
@@ -12,6 +13,8 @@ use crate::plan::matrix::{self, MatrixTile};
 
 /// The shader.
 pub static EXPERT_GEMM_MATRIX: Kernel = Kernel { stem: "expert_gemm_matrix", reads: 3, writes: 1 };
+/// The same shader, which adds adapters, too.
+pub static EXPERT_GEMM_FOLDED: Kernel = Kernel { stem: "expert_gemm_matrix", reads: 7, writes: 1 };
 
 params! {
     /// Sizes of one product with one piece of the weights.
@@ -46,8 +49,20 @@ params! {
         w_scale: f32,
         /// Its inverse.
         w_unscale: f32,
-        /// Padding.
-        pad0: u32,
+        /// L.
+        slots: u32,
+        /// E_l.
+        experts: u32,
+        /// First entry of the site in the index.
+        index_base: u32,
+        /// Projections of the site.
+        projections: u32,
+        /// Rank that u has room for.
+        max_rank: u32,
+        /// First column in y of each projection.
+        span_begin: [u32; 4],
+        /// Columns of each projection.
+        span_rows: [u32; 4],
     }
 }
 
@@ -70,15 +85,37 @@ pub struct ExpertGemmMatrix<'a> {
     pub y_stride: usize,
     /// Add to y; only when dense.
     pub accumulate: bool,
+    /// Adapters; only for weights whose exponent is 0.
+    pub adapters: Option<&'a Folded<'a>>,
 }
 
-/// The variables of one variant: weights are scaled on the way, rows end within a step, each value of x has its rest.
+/// Adapters that a product adds: `y[p] += B · u[p]` for each projection of the site, with the factors of virtual expert
+/// `virtual_ids[p]`, all of which [`matrix::factor_folds`].
+pub struct Folded<'a> {
+    /// f16 `[P, projections, max_rank]`, from [`LoraShrinkMatrix`](crate::kernels::lora_matrix::LoraShrinkMatrix).
+    pub u: View,
+    /// Rank that u has room for: a multiple of 16.
+    pub max_rank: usize,
+    /// i32 `[P]`: slot · E_l + expert, negative for none; when dense, with one matrix, the slot.
+    pub virtual_ids: &'a View,
+    /// L, at most [`matrix::FOLDED_SLOTS`].
+    pub slots: usize,
+    /// E_l.
+    pub experts: usize,
+    /// The site.
+    pub site: &'a LoraSite,
+    /// The layer's factors.
+    pub factors: &'a Factors,
+}
+
+/// The variables of one variant: weights are scaled on the way, rows end within a step, each value of x has its rest,
+/// adapters are added.
 pub fn vars(
     caps: &Capabilities,
     dtype: DType,
     rows: &'static str,
     tile: MatrixTile,
-    [scaled, ragged, twice]: [bool; 3],
+    [scaled, ragged, twice, lora]: [bool; 4],
 ) -> Vars {
     vec![
         ("dtype", dtype.name().into()),
@@ -96,6 +133,8 @@ pub fn vars(
         ("scaled", scaled.into()),
         ("ragged", ragged.into()),
         ("twice", twice.into()),
+        ("lora", lora.into()),
+        ("lift", matrix::LIFT.into()),
     ]
 }
 
@@ -116,10 +155,12 @@ impl ExpertGemmMatrix<'_> {
         };
         let caps = rec.gpu().capabilities().clone();
         let ragged = !self.x.width.is_multiple_of((tile.ahead * tile.depth) as usize);
-        let flags = [exponent != 0, ragged, self.x.twice];
+        let flags = [exponent != 0, ragged, self.x.twice, self.adapters.is_some()];
         let vars = vars(&caps, w.dtype, self.select.name(), tile, flags);
-        let pipeline = pipeline(rec.gpu(), &EXPERT_GEMM_MATRIX, vars)?;
+        let kernel = if self.adapters.is_some() { &EXPERT_GEMM_FOLDED } else { &EXPERT_GEMM_MATRIX };
+        let pipeline = pipeline(rec.gpu(), kernel, vars)?;
         let (ids, expert_base, sorted_base) = self.select.ids(&self.x.view);
+        let spans = self.adapters.map(|a| a.site.spans(tile.columns));
         for (piece, view) in &w.pieces {
             let params = ExpertGemmMatrixParams {
                 rows: self.rows as u32,
@@ -137,14 +178,25 @@ impl ExpertGemmMatrix<'_> {
                 exponents: self.x.exponents(),
                 w_scale: 2f32.powi(exponent),
                 w_unscale: 2f32.powi(-exponent),
-                pad0: 0,
+                slots: self.adapters.map_or(0, |a| a.slots as u32),
+                experts: self.adapters.map_or(1, |a| a.experts as u32),
+                index_base: self.adapters.map_or(0, |a| a.site.index_base as u32),
+                projections: self.adapters.map_or(0, |a| a.site.out_dims.len() as u32),
+                max_rank: self.adapters.map_or(0, |a| a.max_rank as u32),
+                span_begin: spans.as_ref().map_or([0; 4], |s| s.out_begin),
+                span_rows: spans.as_ref().map_or([0; 4], |s| s.out_rows),
             };
             let columns = (piece.rows as u32).div_ceil(tile.columns);
             let grid = match self.select {
                 Rows::Tiles(aligned) => aligned.grid(columns)?,
                 _ => Grid::folded(columns, (self.rows as u32).div_ceil(tile.height)),
             };
-            rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &[&self.x.view, view, ids, self.y], &grid);
+            let mut buffers = vec![&self.x.view, view, ids];
+            if let Some(Folded { u, virtual_ids, factors, .. }) = self.adapters {
+                buffers.extend([u, &factors.pool, &factors.index, virtual_ids]);
+            }
+            buffers.push(self.y);
+            rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use crate::kernels::pack::Packed;
 use crate::kernels::params::params;
 use crate::kernels::{Recording, View};
 use crate::plan::capabilities::Capabilities;
-use crate::plan::matrix::EDGE;
+use crate::plan::matrix::{EDGE, LIFT};
 
 /// x to u.
 pub static LORA_SHRINK_MATRIX: Kernel = Kernel { stem: "lora_shrink_matrix", reads: 4, writes: 1 };
@@ -55,6 +55,7 @@ params! {
 
 /// Semantics: `u[p] = s · A · x[p / row_div] · 2^e · w_scale` with the factors of virtual expert `id(p)` and the exponent e of
 /// the packed row, as [`LoraExpandTiles`] adds it to products that keep both powers of two; with f16 operands and f32 sums.
+/// Folded, u is f16 and divided by 2^[`LIFT`], as [`Folded`](crate::kernels::expert_gemm_matrix::Folded) takes it.
 pub struct LoraShrinkMatrix<'a> {
     /// P.
     pub rows: usize,
@@ -64,7 +65,7 @@ pub struct LoraShrinkMatrix<'a> {
     pub aligned: &'a Aligned,
     /// V of the site.
     pub buckets: usize,
-    /// Rank that u has room for: a multiple of 8.
+    /// Rank that u has room for: a multiple of 8, folded of 16.
     pub max_rank: usize,
     /// Power of two of the base weights.
     pub w_scale: f32,
@@ -74,13 +75,20 @@ pub struct LoraShrinkMatrix<'a> {
     pub factors: &'a Factors,
     /// `[rows / row_div, in]`.
     pub x: &'a Packed,
-    /// f32 `[P, projections, max_rank]`, written.
+    /// u is for the product that adds it: f16.
+    pub folded: bool,
+    /// f32 or f16 `[P, projections, max_rank]`, written.
     pub u: &'a View,
 }
 
 /// The variables on one device.
-pub fn vars(caps: &Capabilities) -> Vars {
-    vec![("subgroups", SUBGROUPS.into()), ("width", caps.row_lanes.into())]
+pub fn vars(caps: &Capabilities, folded: bool) -> Vars {
+    vec![
+        ("subgroups", SUBGROUPS.into()),
+        ("width", caps.row_lanes.into()),
+        ("folded", folded.into()),
+        ("lift", LIFT.into()),
+    ]
 }
 
 fn shrink_columns(site: &LoraSite, max_rank: usize) -> u32 {
@@ -114,7 +122,7 @@ impl LoraShrinkMatrix<'_> {
             let message = format!("adapters on matrices: expected tiles of {TILE} pairs, got {}", self.aligned.tile);
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
-        let vars = vars(rec.gpu().capabilities());
+        let vars = vars(rec.gpu().capabilities(), self.folded);
         let pipeline = pipeline(rec.gpu(), &LORA_SHRINK_MATRIX, vars)?;
         let params = LoraShrinkMatrixParams {
             rows: self.rows as u32,

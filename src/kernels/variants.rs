@@ -178,7 +178,9 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
     for twice in [false, true] {
         all.push((&pack::PACK, pack::vars(twice)));
     }
-    all.push((&lora_matrix::LORA_SHRINK_MATRIX, lora_matrix::vars(caps)));
+    for folded in [false, true] {
+        all.push((&lora_matrix::LORA_SHRINK_MATRIX, lora_matrix::vars(caps, folded)));
+    }
     all.push((&lora_matrix::LORA_EXPAND_TILES, lora_matrix::expand_vars()));
     for head_dim in MATRIX_WIDTHS {
         all.push((&attention_matrix::ATTENTION_PACK, attention_matrix::pack_vars(CUT, head_dim)));
@@ -187,13 +189,20 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
     for (dtype, scaled) in [(DType::F16, false), (DType::Bf16, false), (DType::Bf16, true)] {
         for ragged in [false, true] {
             for tile in TILES {
-                let vars = expert_gemm_matrix::vars(caps, dtype, "tiles", tile, [scaled, ragged, false]);
-                all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars));
+                let vars = |lora| expert_gemm_matrix::vars(caps, dtype, "tiles", tile, [scaled, ragged, false, lora]);
+                all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars(false)));
+                if !scaled {
+                    all.push((&expert_gemm_matrix::EXPERT_GEMM_FOLDED, vars(true)));
+                }
             }
             for tile in DENSE_TILES {
                 for twice in [false, true] {
-                    let vars = expert_gemm_matrix::vars(caps, dtype, "dense", tile, [scaled, ragged, twice]);
+                    let vars = expert_gemm_matrix::vars(caps, dtype, "dense", tile, [scaled, ragged, twice, false]);
                     all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars));
+                }
+                if !scaled {
+                    let vars = expert_gemm_matrix::vars(caps, dtype, "dense", tile, [false, ragged, false, true]);
+                    all.push((&expert_gemm_matrix::EXPERT_GEMM_FOLDED, vars));
                 }
             }
         }

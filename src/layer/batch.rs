@@ -20,6 +20,8 @@ pub struct LoraBatch {
     pub adapters: usize,
     /// Largest rank among them, a bias counted.
     pub max_rank: usize,
+    /// Products on cooperative matrices can add them: [`AdapterPool::folds`] holds for all.
+    pub folds: bool,
     /// Tokens sorted by slot, where there are enough of them.
     pub aligned: Option<Aligned>,
 }
@@ -34,6 +36,7 @@ impl LoraBatch {
             slots: pool.slots(),
             adapters: slots.len(),
             max_rank: max_rank.next_multiple_of(8),
+            folds: slots.iter().all(|s| pool.folds(*s)),
             aligned: None,
         })
     }

@@ -6,7 +6,7 @@ use crate::kernels::activation::ActivatePack;
 use crate::kernels::align::{Align, Aligned};
 use crate::kernels::combine::CombineTiles;
 use crate::kernels::expert_gemm::{Rows, Weights};
-use crate::kernels::expert_gemm_matrix::ExpertGemmMatrix;
+use crate::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Folded};
 use crate::kernels::lora::LoraSite;
 use crate::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
 use crate::kernels::pack::{Pack, Packed};
@@ -16,19 +16,31 @@ use crate::plan::capabilities::Capabilities;
 use crate::plan::matrix::{self, EDGE};
 use crate::shape::{MoeShape, align_capacity};
 
-/// Products in the order of the tiles.
-struct Products<'a> {
+/// A product to record: rows of x in the tiles of their experts meet the weights, and the adapters of a site are added.
+struct Product<'a> {
     aligned: &'a Aligned,
     weights: &'a Weights,
-    y: View,
-    y_stride: usize,
+    x: &'a Packed,
+    /// Pairs that share a row of x.
+    row_div: usize,
+    /// `None` where none changes it.
+    adapters: Option<(&'a AdapterTiles, &'a LoraSite)>,
+    label: &'static str,
 }
 
-impl Products<'_> {
-    /// The power of two of the weights.
-    fn exponent(&self) -> i32 {
-        self.weights.exponent.get().unwrap_or(0)
-    }
+/// Tiles of pairs that share expert and adapter.
+struct AdapterTiles {
+    aligned: Aligned,
+    /// i32 `[P]`.
+    virtual_ids: View,
+}
+
+/// What became of a product, in the order of the tiles.
+struct Products {
+    y: View,
+    y_stride: usize,
+    /// The inverse of the weights' power of two.
+    w_unscale: f32,
 }
 
 impl MoeLayer {
@@ -70,10 +82,14 @@ impl MoeLayer {
 
         let x = Packed::scratch(rec, "packed x", t.tokens, d)?;
         Pack { x: t.x, packed: &x }.record(rec, pass)?;
-        let gate_up = product(rec, pass, pairs, a, &aligned, &x, &self.gate_up, "gate_up")?;
-        if let (Some(adapters), Some((_, sites, _))) = (&adapters, t.lora) {
-            self.adapt(rec, pass, t, adapters, &sites.gate_up, a, &x, &gate_up)?;
-        }
+        let with = |down: bool| {
+            let (_, sites, _) = t.lora?;
+            let site = if down { &sites.down } else { &sites.gate_up };
+            adapters.as_ref().filter(|_| t.adapts(site)).map(|tiles| (tiles, site))
+        };
+        let (aligned, row_div, label) = (&aligned, a, "gate_up");
+        let product = Product { aligned, weights: &self.gate_up, x: &x, row_div, adapters: with(false), label };
+        let gate_up = self.product(rec, pass, t, &product)?;
 
         let h = Packed::scratch(rec, "packed h", pairs, self.width)?;
         ActivatePack {
@@ -82,18 +98,17 @@ impl MoeLayer {
             kind: self.activation,
             gate_up: &gate_up.y,
             ids,
-            aligned: &aligned,
+            aligned,
             x: &x,
-            row_div: a,
-            w_unscale: 2f32.powi(-gate_up.exponent()),
+            row_div,
+            w_unscale: gate_up.w_unscale,
             h: &h,
         }
         .record(rec, pass)?;
 
-        let y = product(rec, pass, pairs, 1, &aligned, &h, &self.down, "expert y")?;
-        if let (Some(adapters), Some((_, sites, _))) = (&adapters, t.lora) {
-            self.adapt(rec, pass, t, adapters, &sites.down, 1, &h, &y)?;
-        }
+        let (row_div, label) = (1, "expert y");
+        let product = Product { aligned, weights: &self.down, x: &h, row_div, adapters: with(true), label };
+        let y = self.product(rec, pass, t, &product)?;
         CombineTiles {
             tokens: t.tokens,
             top_k: a,
@@ -102,9 +117,9 @@ impl MoeLayer {
             y_stride: y.y_stride,
             topk_weights: &routed.topk_weights,
             ids,
-            aligned: &aligned,
+            aligned,
             h: &h,
-            w_unscale: 2f32.powi(-y.exponent()),
+            w_unscale: y.w_unscale,
             out: t.out,
             accumulate: t.accumulate,
         }
@@ -118,9 +133,9 @@ impl MoeLayer {
         pass: &mut wgpu::ComputePass<'_>,
         t: &MoeTensors<'_>,
         ids: &View,
-    ) -> Result<Option<Aligned>> {
+    ) -> Result<Option<AdapterTiles>> {
         let Some((batch, sites, _)) = t.lora else { return Ok(None) };
-        let virtual_topk_ids = self.remap(rec, pass, t, ids, batch)?;
+        let virtual_ids = self.remap(rec, pass, t, ids, batch)?;
         if !t.adapts_experts() {
             return Ok(None);
         }
@@ -128,65 +143,77 @@ impl MoeLayer {
             .into_iter()
             .flat_map(|s| lora_matrix::column_tiles(s, batch.max_rank))
             .collect();
-        Align {
+        let align = Align {
             pairs: t.tokens * self.shape.top_k,
             buckets: batch.slots * self.experts,
             tile: lora_matrix::TILE,
             label: "virtual tiles",
             work_label: "align work",
-            ids: &virtual_topk_ids,
+            ids: &virtual_ids,
             columns: &columns,
-        }
-        .record(rec, pass)
-        .map(Some)
+        };
+        Ok(Some(AdapterTiles { aligned: align.record(rec, pass)?, virtual_ids }))
     }
 
-    /// Adds the adapters of one site to the products.
-    #[allow(clippy::too_many_arguments, reason = "the arguments are the site's operands")]
-    fn adapt(
+    /// Records a product. It adds the adapters itself where their factors allow it and are not long beside a row of weights;
+    /// else they are added to what it wrote, in f32.
+    fn product(
         &self,
         rec: &mut Recording,
         pass: &mut wgpu::ComputePass<'_>,
         t: &MoeTensors<'_>,
-        aligned: &Aligned,
-        site: &LoraSite,
-        row_div: usize,
-        x: &Packed,
-        products: &Products<'_>,
-    ) -> Result<()> {
-        let Some((batch, _, factors)) = t.lora.filter(|_| t.adapts(site)) else { return Ok(()) };
-        let (rows, buckets) = (t.tokens * self.shape.top_k, batch.slots * self.experts);
-        let max_rank = batch.max_rank.next_multiple_of(8);
-        let u = rec.scratch("lora u", (rows * site.out_dims.len() * max_rank * 4) as u64)?;
-        let w_scale = 2f32.powi(products.exponent());
-        LoraShrinkMatrix { rows, row_div, aligned, buckets, max_rank, w_scale, site, factors, x, u: &u }
+        product: &Product<'_>,
+    ) -> Result<Products> {
+        let Product { aligned, weights, x, row_div, label, .. } = *product;
+        let rows = t.tokens * self.shape.top_k;
+        let exponent = weights.exponent.get().unwrap_or(0);
+        let y_stride = stride(weights);
+        let y = rec.scratch(label, (aligned.capacity * y_stride * 4) as u64)?;
+        let matrix = |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, adapters: Option<&Folded<'_>>| {
+            let (select, accumulate, y) = (Rows::Tiles(aligned), false, &y);
+            ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, adapters }.record(rec, pass)
+        };
+        if let (Some((tiles, site)), Some((batch, _, factors))) = (product.adapters, t.lora) {
+            let (slots, experts) = (batch.slots, self.experts);
+            let folded = exponent == 0
+                && batch.folds
+                && slots <= matrix::FOLDED_SLOTS
+                && matrix::folds(batch.adapters.min(aligned.tile), batch.max_rank, weights.in_dim);
+            let max_rank = batch.max_rank.next_multiple_of(if folded { EDGE as usize } else { 8 });
+            let u_bytes = rows * site.out_dims.len() * max_rank * if folded { 2 } else { 4 };
+            let u = rec.scratch("lora u", u_bytes as u64)?;
+            let (buckets, w_scale) = (slots * experts, 2f32.powi(exponent));
+            LoraShrinkMatrix {
+                rows,
+                row_div,
+                aligned: &tiles.aligned,
+                buckets,
+                max_rank,
+                w_scale,
+                site,
+                factors,
+                x,
+                folded,
+                u: &u,
+            }
             .record(rec, pass)?;
-        let (places, y, y_stride) = (products.aligned, &products.y, products.y_stride);
-        LoraExpandTiles { rows, aligned, buckets, max_rank, site, factors, u: &u, places, y, y_stride }
-            .record(rec, pass)
+            if folded {
+                let virtual_ids = &tiles.virtual_ids;
+                matrix(rec, pass, Some(&Folded { u, max_rank, virtual_ids, slots, experts, site, factors }))?;
+            } else {
+                matrix(rec, pass, None)?;
+                let (u, places, y, aligned) = (&u, aligned, &y, &tiles.aligned);
+                LoraExpandTiles { rows, aligned, buckets, max_rank, site, factors, u, places, y, y_stride }
+                    .record(rec, pass)?;
+            }
+        } else {
+            matrix(rec, pass, None)?;
+        }
+        Ok(Products { y, y_stride, w_unscale: 2f32.powi(-exponent) })
     }
 }
 
 /// Row of products with `weights` in elements: whole blocks of columns.
 fn stride(weights: &Weights) -> usize {
     weights.out_dim.next_multiple_of(EDGE as usize)
-}
-
-/// Records a product of tiles.
-#[allow(clippy::too_many_arguments, reason = "the arguments are the product's operands")]
-fn product<'a>(
-    rec: &mut Recording,
-    pass: &mut wgpu::ComputePass<'_>,
-    rows: usize,
-    row_div: usize,
-    aligned: &'a Aligned,
-    x: &Packed,
-    weights: &'a Weights,
-    label: &'static str,
-) -> Result<Products<'a>> {
-    let y_stride = stride(weights);
-    let y = rec.scratch(label, (aligned.capacity * y_stride * 4) as u64)?;
-    let (select, accumulate) = (Rows::Tiles(aligned), false);
-    ExpertGemmMatrix { rows, row_div, select, x, weights, y: &y, y_stride, accumulate }.record(rec, pass)?;
-    Ok(Products { aligned, weights, y, y_stride })
 }

@@ -144,6 +144,27 @@ const ENOUGH_WORKGROUPS: usize = 128;
 /// Rows from which on a product that must be as exact as f32 arithmetic runs faster on matrices, which then multiply twice.
 pub const EXACT_ROWS: usize = 1024;
 
+/// B of an adapter is multiplied by 2^12 where a product adds it, and u divided by as much: B is small and u is large.
+pub const LIFT: u32 = 12;
+
+/// Slots of a pool whose adapters a product can add: what its shader has bits for.
+pub const FOLDED_SLOTS: usize = 128;
+
+/// Whether B and u of a factor stay within the range of f16, so that a product can add them: A `[R, depth]` as type and
+/// bytes, B alike, and the scale. Rows of x come with magnitudes below 2^15.
+pub fn factor_folds(a: (DType, &[u8]), b: (DType, &[u8]), depth: usize, scale: f32) -> bool {
+    let lift = 2f32.powi(LIFT as i32);
+    let most_u = scale.abs() * depth as f32 * largest_magnitude(a.0, a.1) * 2f32.powi(15) / lift;
+    let most_b = largest_magnitude(b.0, b.1) * lift;
+    // Neither holds for what is no number.
+    most_u <= 65_504.0 && most_b <= 65_504.0
+}
+
+/// Whether a product of rows of `depth` should add up to `adapters` adapters of `max_rank` to a tile: each lengthens its rows.
+pub fn folds(adapters: usize, max_rank: usize, depth: usize) -> bool {
+    2 * adapters * max_rank.next_multiple_of(EDGE as usize) <= depth
+}
+
 /// The largest magnitude in a block of weights, where [`weight_exponent`] asks for it.
 pub fn largest(dtype: DType, bytes: &[u8]) -> f32 {
     if dtype == DType::Bf16 { largest_magnitude(dtype, bytes) } else { 0.0 }
@@ -310,6 +331,25 @@ mod tests {
         assert_eq!(weight_exponent(DType::Bf16, &[1e6, 1e-3]), None);
         assert_eq!(weight_exponent(DType::Bf16, &[f32::INFINITY]), None);
         assert_eq!(weight_exponent(DType::Bf16, &[1e-38]), None);
+    }
+
+    #[test]
+    fn only_factors_within_the_range_of_halves_are_folded() {
+        let fold = |a: f32, b: f32, scale: f32| {
+            let of = |v: f32| DType::Bf16.encode(&[v, -v]);
+            let (a, b) = (of(a), of(b));
+            factor_folds((DType::Bf16, &a), (DType::Bf16, &b), 2048, scale)
+        };
+        assert!(fold(0.05, 0.05, 2.0) && fold(0.0, 0.0, 1.0) && fold(1.0, 4.0, 2.0));
+        assert!(!fold(3.0, 0.05, 2.0), "u may exceed f16");
+        assert!(!fold(0.05, 16.0, 2.0), "B exceeds f16");
+        assert!(!fold(0.05, 0.05, f32::NAN) && !fold(f32::NAN, 0.05, 1.0) && !fold(0.05, f32::INFINITY, 1.0));
+    }
+
+    #[test]
+    fn adapters_are_folded_while_they_are_short_beside_a_row() {
+        assert!(folds(8, 16, 2048) && folds(8, 16, 768) && folds(64, 16, 2048) && folds(0, 0, 8));
+        assert!(!folds(8, 128, 768) && !folds(1, 8, 24));
     }
 
     #[test]

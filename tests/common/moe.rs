@@ -205,6 +205,7 @@ impl OnDevice {
                     slots: pool.slots(),
                     adapters: held().count().max(1),
                     max_rank: held().map(|s| pool.max_rank(s)).max().unwrap_or(0),
+                    folds: held().all(|s| pool.folds(s)),
                     aligned: None,
                 };
                 Some((batch.prepare(rec, pass, self.tokens, sites.router.iter())?, sites, factors))

@@ -1,11 +1,11 @@
 //! One load, in three parts: the images of its sites, the plan with all new buffers, and what carries it out.
 
 use super::{AdapterId, AdapterPool, Slot};
-use crate::adapter::Adapter;
 use crate::adapter::image::{Image, WORD};
 use crate::adapter::room::{Bounds, Refusal, SiteRoom, capacities};
 use crate::adapter::sites::PoolSites;
 use crate::adapter::store::Held;
+use crate::adapter::{Adapter, Factor};
 use crate::error::{Error, ErrorKind, Result};
 
 /// How a load will go, decided and provided for before anything changes.
@@ -155,7 +155,8 @@ impl AdapterPool {
         }
         let ranks = adapter.factors.iter().map(|f| f.rank + usize::from(f.bias.is_some()));
         let max_rank = ranks.max().unwrap_or(0);
-        self.slots[plan.slot] = Some(Slot { id, pins: 0, last_use: self.clock, max_rank, held });
+        let folds = adapter.factors.iter().all(Factor::folds);
+        self.slots[plan.slot] = Some(Slot { id, pins: 0, last_use: self.clock, max_rank, folds, held });
         plan.slot
     }
 }

@@ -294,6 +294,7 @@ impl Bench<'_> {
                 slots: self.ranks.len(),
                 adapters: adapters.min(tokens),
                 max_rank: used.iter().copied().max().unwrap_or(0).next_multiple_of(8),
+                folds: (0..adapters).all(|slot| self.layer.pool.folds(slot)),
                 aligned: None,
             };
             rec.reset();
