@@ -42,13 +42,17 @@ struct ExpertGemmMatrixParams {
     // What a weight is multiplied by when it becomes f16, and the inverse.
     w_scale: f32,
     w_unscale: f32,
-    // Adapters: their slots and experts, entries of this site in `index`, its projections, and the rank that u has room for, a
-    // multiple of 16.
+    // Adapters: pairs of a token, slots and experts, entries of this site in `index`, its projections, and the rank that u
+    // has room for, a multiple of 16.
+    top_k: u32,
     slots: u32,
     experts: u32,
     index_base: u32,
     projections: u32,
     max_rank: u32,
+    pad0: u32,
+    pad1: u32,
+    pad2: u32,
     // For each projection: first column in y, columns.
     span_begin: vec4<u32>,
     span_rows: vec4<u32>,
@@ -62,7 +66,7 @@ struct ExpertGemmMatrixParams {
 @group(0) @binding(4) var<storage, read> u: array<vec4<u32>>; // f16 [P, projections, max_rank] from `lora_shrink_matrix`
 @group(0) @binding(5) var<storage, read> pool: array<vec4<u32>>;
 @group(0) @binding(6) var<storage, read> index: array<Factor>; // [slots, experts, projections] from index_base
-@group(0) @binding(7) var<storage, read> virtual_ids: array<i32>; // [P]; when dense the slot of each row
+@group(0) @binding(7) var<storage, read> token_lora_mapping: array<i32>; // [T]
 {% endif %}
 @group(0) @binding({{ 8 if lora else 4 }}) var<storage, read_write> y: array<f32>; // [C, y_stride] in tiles, [rows, y_stride] when dense
 
@@ -177,23 +181,6 @@ fn main(
     var x{{ p }}_{{ i }} = vec4<u32>();
     {% endfor %}
     {% endfor %}
-    {% if lora %}
-    var own_slots = vec4<u32>();
-    {% for i in range(x_loads) %}
-    {% if rows == "dense" %}
-    let pair{{ i }} = first_row + row{{ i }};
-    {% endif %}
-    var slot{{ i }} = -1;
-    if (row{{ i }} < {{ height }}u && pair{{ i }} < params.rows) {
-        let id = virtual_ids[pair{{ i }}];
-        slot{{ i }} = select(-1, id / i32(params.experts), id >= 0 && id < i32(params.slots * params.experts));
-    }
-    if (slot{{ i }} >= 0) {
-        own_slots[u32(slot{{ i }}) / 32u] = own_slots[u32(slot{{ i }}) / 32u] | (1u << (u32(slot{{ i }}) % 32u));
-    }
-    {% endfor %}
-    slot_bits[subgroup] = subgroupOr(own_slots);
-    {% endif %}
     {% for i in range(w_loads) %}
     let w_at{{ i }} = (expert * params.out_rows + min(first_column + row{{ i }}, params.out_rows - 1u)) * params.groups;
     {% for p in range(ahead) %}
@@ -311,57 +298,94 @@ fn main(
     }
 
     {% if lora %}
+    // Which slots the rows of the tile have. Nothing of this is kept in registers while W is multiplied.
+    var own_slots = vec4<u32>();
+    {% for i in range(x_loads) %}
+    {% if rows == "tiles" %}
+    let u_pair{{ i }} = u32(ids[params.sorted_base + first_row + min(row{{ i }}, {{ height - 1 }}u)]);
+    {% else %}
+    let u_pair{{ i }} = first_row + row{{ i }};
+    {% endif %}
+    let token{{ i }} = min(u_pair{{ i }}, params.rows - 1u) / params.top_k;
+    {% endfor %}
+    {% for i in range(x_loads) %}
+    let mapped{{ i }} = token_lora_mapping[token{{ i }}];
+    {% endfor %}
+    {% for i in range(x_loads) %}
+    let real{{ i }} = row{{ i }} < {{ height }}u && u_pair{{ i }} < params.rows && mapped{{ i }} < i32(params.slots);
+    let slot{{ i }} = select(-1, mapped{{ i }}, real{{ i }});
+    if (slot{{ i }} >= 0) {
+        own_slots[u32(slot{{ i }}) / 32u] = own_slots[u32(slot{{ i }}) / 32u] | (1u << (u32(slot{{ i }}) % 32u));
+    }
+    {% endfor %}
+    slot_bits[subgroup] = subgroupOr(own_slots);
     workgroupBarrier();
     var slots = slot_bits[0];
     {% for s in range(1, subgroups) %}
     slots = slots | slot_bits[{{ s }}];
     {% endfor %}
     let counts = countOneBits(slots);
-    // The projections whose columns this tile has, one but where it lies across their border, and chunks of 16 ranks.
     let y_begin = params.out_begin + first_column;
-    let y_end = params.out_begin + min(first_column + {{ columns }}u, params.out_rows);
+    // The projection whose columns this tile has{% if across %}, or the first of several{% endif %}, and chunks of 16 ranks.
     var first_projection = 0u;
+    {% if across %}
+    let y_end = params.out_begin + min(first_column + {{ columns }}u, params.out_rows);
     var projections = 1u;
+    {% endif %}
     for (var i = 1u; i < params.projections; i = i + 1u) {
         if (params.span_begin[i] <= y_begin) {
             first_projection = i;
+            {% if across %}
             projections = 1u;
         } else if (params.span_begin[i] < y_end) {
             projections = projections + 1u;
+            {% endif %}
         }
     }
-    let slot_chunks = projections * (params.max_rank / 16u);
+    let slot_chunks = {% if across %}projections * {% endif %}(params.max_rank / 16u);
     let chunks = (counts.x + counts.y + counts.z + counts.w) * slot_chunks;
     for (var begin = 0u; begin < chunks; begin = begin + {{ depth // 16 }}u) {
         // A lane has one group of eight ranks: in {{ x_loads }} rows of u, and in {{ w_loads }} columns of B.
         let chunk = min(begin + part / 2u, chunks - 1u);
         let slot = nth_bit(slots, chunk / slot_chunks);
         let of_slot = chunk % slot_chunks * 16u;
+        {% if across %}
         let projection = first_projection + of_slot / params.max_rank;
         let group = of_slot % params.max_rank / 8u + part % 2u;
+        {% else %}
+        let projection = first_projection;
+        let group = of_slot / 8u + part % 2u;
+        {% endif %}
         let factor = index[params.index_base + (slot * params.experts + u32(label)) * params.projections + projection];
         let groups = ((factor.rank_type & 0xffffu) + 7u) / 8u;
         let inside = begin + part / 2u < chunks && group < groups;
         let storage = storage_of(factor);
+        // Where nothing stands, something else is read and counts as 0.
+        let b_group = min(group, max(groups, 1u) - 1u);
+        let own_slot = select(-2, i32(slot), inside);
+        {% for i in range(w_loads) %}
+        {% if across %}
+        let column{{ i }} = y_begin + row{{ i }} - params.span_begin[projection];
+        let held{{ i }} = y_begin + row{{ i }} >= params.span_begin[projection] && column{{ i }} < params.span_rows[projection];
+        let b_at{{ i }} = select(0u, column{{ i }}, held{{ i }}) * groups + b_group;
+        {% else %}
+        let column{{ i }} = min(y_begin + row{{ i }} - params.span_begin[projection], params.span_rows[projection] - 1u);
+        let b_at{{ i }} = column{{ i }} * groups + b_group;
+        {% endif %}
+        {% endfor %}
         workgroupBarrier();
         {
             {% for i in range(x_loads) %}
-            let own{{ i }} = inside && slot{{ i }} == i32(slot);
-            let at{{ i }} = (min(pair{{ i }}, params.rows - 1u) * params.projections + projection) * (params.max_rank / 8u) + group;
+            let at{{ i }} = (min(u_pair{{ i }}, params.rows - 1u) * params.projections + projection) * (params.max_rank / 8u) + group;
             let read{{ i }} = u[at{{ i }}];
             {% endfor %}
             {% for i in range(x_loads) %}
             {
-                let words = select(vec4<u32>(), read{{ i }}, own{{ i }});
+                let words = select(vec4<u32>(), read{{ i }}, slot{{ i }} == own_slot);
                 {{ store("x_tile", i, height, "halves(words.xy)", "halves(words.zw)") }}
             }
             {% endfor %}
         }
-        {% for i in range(w_loads) %}
-        let column{{ i }} = y_begin + row{{ i }} - params.span_begin[projection];
-        let held{{ i }} = inside && y_begin + row{{ i }} >= params.span_begin[projection] && column{{ i }} < params.span_rows[projection];
-        let b_at{{ i }} = select(0u, column{{ i }} * groups + group, held{{ i }});
-        {% endfor %}
         {# A loop for each width of a storage type: a load in a branch is waited for at the end of that branch. #}
         {% macro fetch_b(wide) %}
             {% for i in range(w_loads) %}
@@ -373,16 +397,17 @@ fn main(
             {% endif %}
             {% endfor %}
             {% for i in range(w_loads) %}
-            {% if wide %}
-            let first{{ i }} = bitcast<vec4<f32>>(lo{{ i }});
-            let second{{ i }} = bitcast<vec4<f32>>(hi{{ i }});
-            {% else %}
-            let first{{ i }} = decode_factor4(lo{{ i }}.xy, storage);
-            let second{{ i }} = decode_factor4(lo{{ i }}.zw, storage);
-            {% endif %}
             {
-                let first = vec4<f16>(select(vec4<f32>(), first{{ i }} * LIFT, held{{ i }}));
-                let second = vec4<f16>(select(vec4<f32>(), second{{ i }} * LIFT, held{{ i }}));
+                let counts = inside{% if across %} && held{{ i }}{% endif %};
+                let low = select(vec4<u32>(), lo{{ i }}, counts);
+                {% if wide %}
+                let high = select(vec4<u32>(), hi{{ i }}, counts);
+                let first = vec4<f16>(bitcast<vec4<f32>>(low) * LIFT);
+                let second = vec4<f16>(bitcast<vec4<f32>>(high) * LIFT);
+                {% else %}
+                let first = vec4<f16>(decode_factor4(low.xy, storage) * LIFT);
+                let second = vec4<f16>(decode_factor4(low.zw, storage) * LIFT);
+                {% endif %}
                 {{ store("w_tile", i, columns, "first", "second") }}
             }
             {% endfor %}

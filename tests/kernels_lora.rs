@@ -135,6 +135,7 @@ struct Prepared {
     rng: Rng,
     ids: Vec<i32>,
     virtual_ids: Vec<i32>,
+    mapping: Vec<i32>,
     factors: Factors,
     held: Vec<Held>,
     site: LoraSite,
@@ -155,7 +156,7 @@ fn prepare(gpu: &Gpu, case: &Case) -> Prepared {
     let site = LoraSite { ordinal: 0, index_base: INDEX_BASE, out_dims: case.out_dims.clone(), in_dim: case.inner };
     let biased = |slot: usize| usize::from(case.biased.get(slot) == Some(&true));
     let max_rank = case.slots.iter().enumerate().map(|(slot, (rank, _))| rank + biased(slot)).max().unwrap();
-    Prepared { rng, ids, virtual_ids, factors, held, site, max_rank }
+    Prepared { rng, ids, virtual_ids, mapping, factors, held, site, max_rank }
 }
 
 fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
@@ -369,7 +370,7 @@ fn every_edge_shape_and_mix_equals_the_oracle() {
 /// The adapters of the matrix tier: packed rows, and products in the order of tiles that keep both powers of two.
 fn check_matrix(gpu: &Gpu, case: &Case) -> Result<(), String> {
     const W_SCALE: f32 = 4.0;
-    let Prepared { mut rng, ids, virtual_ids, factors, held, site, max_rank } = prepare(gpu, case);
+    let Prepared { mut rng, ids, virtual_ids, factors, held, site, max_rank, .. } = prepare(gpu, case);
     let (slots, projections) = (case.slots.len(), case.out_dims.len());
     let (pairs, row_div) = (case.tokens * case.top_k, case.top_k);
     let max_rank = max_rank.next_multiple_of(8);
@@ -505,7 +506,10 @@ fn adapters_on_matrices_equal_the_oracle() {
 /// A product on cooperative matrices that adds adapters, in tiles of `tile` pairs or, with one expert and `None`, dense; its
 /// weights cut into pieces of `cut` rows.
 fn check_folded(gpu: &Gpu, (case, tile, cut): &(Case, Option<usize>, Option<usize>)) -> Result<(), String> {
-    let Prepared { mut rng, ids, virtual_ids, factors, held, site, max_rank } = prepare(gpu, case);
+    let Prepared { mut rng, ids, virtual_ids, mapping, factors, held, site, max_rank } = prepare(gpu, case);
+    // A dense product knows no ids.
+    let ids = if tile.is_some() { ids } else { vec![0; ids.len()] };
+    let virtual_ids = if tile.is_some() { virtual_ids } else { mapping.clone() };
     let (slots, experts, projections) = (case.slots.len(), case.experts, case.out_dims.len());
     let (pairs, row_div, inner) = (case.tokens * case.top_k, case.top_k, case.inner);
     let max_rank = max_rank.next_multiple_of(16);
@@ -518,6 +522,7 @@ fn check_folded(gpu: &Gpu, (case, tile, cut): &(Case, Option<usize>, Option<usiz
     let before = if tile.is_some() { vec![UNWRITTEN_F32; rows * y_stride] } else { rng.floats(rows * y_stride) };
     let y = Output::of(gpu, &before, UNWRITTEN_F32);
     let (x_view, ids_view, virtual_view) = (upload(gpu, &x), upload(gpu, &ids), upload(gpu, &virtual_ids));
+    let mapping_view = upload(gpu, &mapping);
     let (aligned, packed) = run(gpu, |rec, pass| {
         // 0x7fff is a NaN of f16, too: what the shrink leaves unwritten must not be added.
         let words = pairs * projections * max_rank / 2;
@@ -561,8 +566,8 @@ fn check_folded(gpu: &Gpu, (case, tile, cut): &(Case, Option<usize>, Option<usiz
             u: &u,
         }
         .record(rec, pass)?;
-        let virtual_ids = &virtual_view;
-        let folded = Folded { u, max_rank, virtual_ids, slots, experts, site: &site, factors: &factors };
+        let (token_lora_mapping, site, factors, top_k) = (&mapping_view, &site, &factors, case.top_k);
+        let folded = Folded { u, max_rank, token_lora_mapping, top_k, slots, experts, site, factors };
         let select = aligned.as_ref().map_or(Rows::Dense, Rows::Tiles);
         ExpertGemmMatrix {
             rows: pairs,

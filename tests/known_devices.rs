@@ -170,7 +170,7 @@ fn decided(known: &Known) -> String {
     let tier = caps.tier.to_string();
     let mut products = products.to_vec();
     for tile in TILES.into_iter().filter(|_| caps.matrix) {
-        let vars = expert_gemm_matrix::vars(caps, DType::Bf16, "tiles", tile, [false; 4]);
+        let vars = expert_gemm_matrix::vars(caps, DType::Bf16, "tiles", tile, expert_gemm_matrix::Flags::default());
         let label = label(&EXPERT_GEMM_MATRIX, &vars);
         products.push(
             label

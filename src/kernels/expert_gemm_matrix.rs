@@ -49,6 +49,8 @@ params! {
         w_scale: f32,
         /// Its inverse.
         w_unscale: f32,
+        /// A.
+        top_k: u32,
         /// L.
         slots: u32,
         /// E_l.
@@ -59,6 +61,12 @@ params! {
         projections: u32,
         /// Rank that u has room for.
         max_rank: u32,
+        /// Padding.
+        pad0: u32,
+        /// Padding.
+        pad1: u32,
+        /// Padding.
+        pad2: u32,
         /// First column in y of each projection.
         span_begin: [u32; 4],
         /// Columns of each projection.
@@ -89,15 +97,17 @@ pub struct ExpertGemmMatrix<'a> {
     pub adapters: Option<&'a Folded<'a>>,
 }
 
-/// Adapters that a product adds: `y[p] += B · u[p]` for each projection of the site, with the factors of virtual expert
-/// `virtual_ids[p]`, all of which [`matrix::factor_folds`].
+/// Adapters that a product adds: `y[p] += B · u[p]` for each projection of the site, with the factors of the pair's expert and
+/// its token's slot, all of which [`matrix::factor_folds`].
 pub struct Folded<'a> {
     /// f16 `[P, projections, max_rank]`, from [`LoraShrinkMatrix`](crate::kernels::lora_matrix::LoraShrinkMatrix).
     pub u: View,
     /// Rank that u has room for: a multiple of 16.
     pub max_rank: usize,
-    /// i32 `[P]`: slot · E_l + expert, negative for none; when dense, with one matrix, the slot.
-    pub virtual_ids: &'a View,
+    /// i32 `[T]`: slot of each token, negative for none; one past L counts as none.
+    pub token_lora_mapping: &'a View,
+    /// A; 1 when dense.
+    pub top_k: usize,
     /// L, at most [`matrix::FOLDED_SLOTS`].
     pub slots: usize,
     /// E_l.
@@ -108,14 +118,28 @@ pub struct Folded<'a> {
     pub factors: &'a Factors,
 }
 
-/// The variables of one variant: weights are scaled on the way, rows end within a step, each value of x has its rest,
-/// adapters are added.
+/// What else tells variants apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Flags {
+    /// Weights are scaled on the way.
+    pub scaled: bool,
+    /// Rows end within a step.
+    pub ragged: bool,
+    /// Each value of x has its rest behind all.
+    pub twice: bool,
+    /// Adapters are added.
+    pub lora: bool,
+    /// Some tile of columns lies across the border of two projections of the adapters.
+    pub across: bool,
+}
+
+/// The variables of one variant.
 pub fn vars(
     caps: &Capabilities,
     dtype: DType,
     rows: &'static str,
     tile: MatrixTile,
-    [scaled, ragged, twice, lora]: [bool; 4],
+    Flags { scaled, ragged, twice, lora, across }: Flags,
 ) -> Vars {
     vec![
         ("dtype", dtype.name().into()),
@@ -134,6 +158,7 @@ pub fn vars(
         ("ragged", ragged.into()),
         ("twice", twice.into()),
         ("lora", lora.into()),
+        ("across", across.into()),
         ("lift", matrix::LIFT.into()),
     ]
 }
@@ -155,12 +180,23 @@ impl ExpertGemmMatrix<'_> {
         };
         let caps = rec.gpu().capabilities().clone();
         let ragged = !self.x.width.is_multiple_of((tile.ahead * tile.depth) as usize);
-        let flags = [exponent != 0, ragged, self.x.twice, self.adapters.is_some()];
+        let spans = self.adapters.map(|a| a.site.spans(tile.columns));
+        // Where tiles begin: with each piece, and then every so many columns.
+        let within = |column: &u32| {
+            let of = w.pieces.iter().rfind(|(piece, _)| piece.row_begin <= *column as usize);
+            of.is_some_and(|(piece, _)| (*column - piece.row_begin as u32).is_multiple_of(tile.columns))
+        };
+        let flags = Flags {
+            scaled: exponent != 0,
+            ragged,
+            twice: self.x.twice,
+            lora: self.adapters.is_some(),
+            across: spans.as_ref().is_some_and(|s| !s.out_begin.iter().all(within)),
+        };
         let vars = vars(&caps, w.dtype, self.select.name(), tile, flags);
         let kernel = if self.adapters.is_some() { &EXPERT_GEMM_FOLDED } else { &EXPERT_GEMM_MATRIX };
         let pipeline = pipeline(rec.gpu(), kernel, vars)?;
         let (ids, expert_base, sorted_base) = self.select.ids(&self.x.view);
-        let spans = self.adapters.map(|a| a.site.spans(tile.columns));
         for (piece, view) in &w.pieces {
             let params = ExpertGemmMatrixParams {
                 rows: self.rows as u32,
@@ -178,11 +214,15 @@ impl ExpertGemmMatrix<'_> {
                 exponents: self.x.exponents(),
                 w_scale: 2f32.powi(exponent),
                 w_unscale: 2f32.powi(-exponent),
+                top_k: self.adapters.map_or(1, |a| a.top_k as u32),
                 slots: self.adapters.map_or(0, |a| a.slots as u32),
                 experts: self.adapters.map_or(1, |a| a.experts as u32),
                 index_base: self.adapters.map_or(0, |a| a.site.index_base as u32),
                 projections: self.adapters.map_or(0, |a| a.site.out_dims.len() as u32),
                 max_rank: self.adapters.map_or(0, |a| a.max_rank as u32),
+                pad0: 0,
+                pad1: 0,
+                pad2: 0,
                 span_begin: spans.as_ref().map_or([0; 4], |s| s.out_begin),
                 span_rows: spans.as_ref().map_or([0; 4], |s| s.out_rows),
             };
@@ -192,8 +232,8 @@ impl ExpertGemmMatrix<'_> {
                 _ => Grid::folded(columns, (self.rows as u32).div_ceil(tile.height)),
             };
             let mut buffers = vec![&self.x.view, view, ids];
-            if let Some(Folded { u, virtual_ids, factors, .. }) = self.adapters {
-                buffers.extend([u, &factors.pool, &factors.index, virtual_ids]);
+            if let Some(Folded { u, token_lora_mapping, factors, .. }) = self.adapters {
+                buffers.extend([u, &factors.pool, &factors.index, token_lora_mapping]);
             }
             buffers.push(self.y);
             rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);

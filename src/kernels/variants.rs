@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use crate::activation::Activation;
 use crate::dtype::DType;
 use crate::gpu::Tier;
+use crate::kernels::expert_gemm_matrix::Flags;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
     activation, align, attention, attention_matrix, attention_split, combine, count, down_combine, embed, expert_gemm,
@@ -188,21 +189,18 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
     }
     for (dtype, scaled) in [(DType::F16, false), (DType::Bf16, false), (DType::Bf16, true)] {
         for ragged in [false, true] {
-            for tile in TILES {
-                let vars = |lora| expert_gemm_matrix::vars(caps, dtype, "tiles", tile, [scaled, ragged, false, lora]);
-                all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars(false)));
-                if !scaled {
-                    all.push((&expert_gemm_matrix::EXPERT_GEMM_FOLDED, vars(true)));
+            let plain = Flags { scaled, ragged, ..Flags::default() };
+            for (rows, tile) in TILES.map(|t| ("tiles", t)).into_iter().chain(DENSE_TILES.map(|t| ("dense", t))) {
+                let vars = |flags| expert_gemm_matrix::vars(caps, dtype, rows, tile, flags);
+                all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars(plain)));
+                if rows == "dense" {
+                    all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars(Flags { twice: true, ..plain })));
                 }
-            }
-            for tile in DENSE_TILES {
-                for twice in [false, true] {
-                    let vars = expert_gemm_matrix::vars(caps, dtype, "dense", tile, [scaled, ragged, twice, false]);
-                    all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars));
-                }
-                if !scaled {
-                    let vars = expert_gemm_matrix::vars(caps, dtype, "dense", tile, [false, ragged, false, true]);
-                    all.push((&expert_gemm_matrix::EXPERT_GEMM_FOLDED, vars));
+                for across in [false, true] {
+                    if !scaled {
+                        let flags = Flags { lora: true, across, ..plain };
+                        all.push((&expert_gemm_matrix::EXPERT_GEMM_FOLDED, vars(flags)));
+                    }
                 }
             }
         }

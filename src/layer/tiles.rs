@@ -24,15 +24,8 @@ struct Product<'a> {
     /// Pairs that share a row of x.
     row_div: usize,
     /// `None` where none changes it.
-    adapters: Option<(&'a AdapterTiles, &'a LoraSite)>,
+    adapters: Option<(&'a Aligned, &'a LoraSite)>,
     label: &'static str,
-}
-
-/// Tiles of pairs that share expert and adapter.
-struct AdapterTiles {
-    aligned: Aligned,
-    /// i32 `[P]`.
-    virtual_ids: View,
 }
 
 /// What became of a product, in the order of the tiles.
@@ -133,9 +126,9 @@ impl MoeLayer {
         pass: &mut wgpu::ComputePass<'_>,
         t: &MoeTensors<'_>,
         ids: &View,
-    ) -> Result<Option<AdapterTiles>> {
+    ) -> Result<Option<Aligned>> {
         let Some((batch, sites, _)) = t.lora else { return Ok(None) };
-        let virtual_ids = self.remap(rec, pass, t, ids, batch)?;
+        let virtual_topk_ids = self.remap(rec, pass, t, ids, batch)?;
         if !t.adapts_experts() {
             return Ok(None);
         }
@@ -149,10 +142,10 @@ impl MoeLayer {
             tile: lora_matrix::TILE,
             label: "virtual tiles",
             work_label: "align work",
-            ids: &virtual_ids,
+            ids: &virtual_topk_ids,
             columns: &columns,
         };
-        Ok(Some(AdapterTiles { aligned: align.record(rec, pass)?, virtual_ids }))
+        align.record(rec, pass).map(Some)
     }
 
     /// Records a product. It adds the adapters itself where their factors allow it and are not long beside a row of weights;
@@ -186,7 +179,7 @@ impl MoeLayer {
             LoraShrinkMatrix {
                 rows,
                 row_div,
-                aligned: &tiles.aligned,
+                aligned: tiles,
                 buckets,
                 max_rank,
                 w_scale,
@@ -198,11 +191,12 @@ impl MoeLayer {
             }
             .record(rec, pass)?;
             if folded {
-                let virtual_ids = &tiles.virtual_ids;
-                matrix(rec, pass, Some(&Folded { u, max_rank, virtual_ids, slots, experts, site, factors }))?;
+                let (token_lora_mapping, top_k) = (&batch.token_lora_mapping, self.shape.top_k);
+                let folded = Folded { u, max_rank, token_lora_mapping, top_k, slots, experts, site, factors };
+                matrix(rec, pass, Some(&folded))?;
             } else {
                 matrix(rec, pass, None)?;
-                let (u, places, y, aligned) = (&u, aligned, &y, &tiles.aligned);
+                let (u, places, y, aligned) = (&u, aligned, &y, tiles);
                 LoraExpandTiles { rows, aligned, buckets, max_rank, site, factors, u, places, y, y_stride }
                     .record(rec, pass)?;
             }
