@@ -232,8 +232,8 @@ impl ExpertGemmMatrix<'_> {
                 _ => Grid::folded(columns, (self.rows as u32).div_ceil(tile.height)),
             };
             let mut buffers = vec![&self.x.view, view, ids];
-            if let Some(Folded { u, token_lora_mapping, factors, .. }) = self.adapters {
-                buffers.extend([u, &factors.pool, &factors.index, token_lora_mapping]);
+            if let Some(Folded { u, token_lora_mapping, site, factors, .. }) = self.adapters {
+                buffers.extend([u, factors.pool(site), &factors.index, token_lora_mapping]);
             }
             buffers.push(self.y);
             rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
