@@ -1,5 +1,6 @@
 // RMS norm: out[i] = x[r] / sqrt(mean(x[r]^2) + eps) * weight, where r = i, or gather[i] with `gathered`. One
-// workgroup a row.
+// workgroup a row. With `loads` a lane has at most that many vec4 of the row and keeps them: all that is read is on its way
+// before anything waits.
 struct NormParams {
     rows: u32,
     // D / 4.
@@ -18,8 +19,20 @@ struct NormParams {
 {% include "shared/rows.wgsl" %}
 {% include "shared/reduce.wgsl" %}
 
+{% set along = subgroups > 1 %}
 @compute @workgroup_size({{ lanes }})
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+fn main(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    {% if along %}
+    @builtin(subgroup_invocation_id) subgroup_lane: u32,
+    @builtin(subgroup_id) subgroup: u32,
+    {% else %}
+    @builtin(local_invocation_index) lane: u32,
+    {% endif %}
+) {
+    {% if along %}
+    let lane = subgroup * {{ lanes // subgroups }}u + subgroup_lane;
+    {% endif %}
     let row = folded(workgroup);
     if (row >= params.rows) {
         return;
@@ -30,13 +43,34 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let source = row * params.quads;
     {% endif %}
     var squares = 0.0;
+    {% if loads %}
+    {% for n in range(loads) %}
+    let i{{ n }} = lane + {{ n * lanes }}u;
+    let at{{ n }} = min(i{{ n }}, params.quads - 1u);
+    let read{{ n }} = x[source + at{{ n }}];
+    let weight{{ n }} = weight[at{{ n }}];
+    {% endfor %}
+    {% for n in range(loads) %}
+    let v{{ n }} = select(vec4<f32>(), read{{ n }}, i{{ n }} < params.quads);
+    squares = squares + dot(v{{ n }}, v{{ n }});
+    {% endfor %}
+    {% else %}
     for (var i = lane; i < params.quads; i = i + {{ lanes }}u) {
         let v = x[source + i];
         squares = squares + dot(v, v);
     }
+    {% endif %}
     squares = reduce_sum(squares, lane);
     let factor = inverseSqrt(squares * params.scale + params.eps);
+    {% if loads %}
+    {% for n in range(loads) %}
+    if (i{{ n }} < params.quads) {
+        out[row * params.quads + i{{ n }}] = v{{ n }} * factor * weight{{ n }};
+    }
+    {% endfor %}
+    {% else %}
     for (var i = lane; i < params.quads; i = i + {{ lanes }}u) {
         out[row * params.quads + i] = x[source + i] * factor * weight[i];
     }
+    {% endif %}
 }

@@ -146,7 +146,8 @@ fn rows_of_pairs_without_expert_never_reach_an_output() {
 
 #[test]
 fn norm_equals_the_oracle_on_any_width_and_gathers_rows() {
-    let cases = [(0, 8), (1, 4), (3, 28), (7, 32), (5, 256), (2, 260), (31, 36)];
+    let cases =
+        [(0, 8), (1, 4), (3, 28), (7, 32), (5, 256), (2, 260), (31, 36), (2, 1028), (2, 4000), (3, 4100), (1, 8196)];
     for gpu in device::every_variant() {
         each_case(&cases, |(rows, width)| {
             let mut rng = Rng::new(33);

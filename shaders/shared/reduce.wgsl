@@ -1,5 +1,58 @@
-// Reductions over the invocations of a workgroup; every invocation gets the result.
-{% if one_subgroup %}
+// Reductions over the invocations of a workgroup; every invocation gets the result. With `subgroups` (of one known size, lane
+// by lane) these reduce first and leave a word each, which everyone adds up: one barrier.
+{% if subgroups is defined and subgroups > 1 %}
+{% set width = lanes // subgroups %}
+// Reductions take the halves in turn: who still reads one half is waited for before it is written again.
+var<workgroup> word_scratch: array<u32, {{ 2 * subgroups }}>;
+var<private> word_base: u32;
+
+// Every subgroup's word, from `word_scratch[word_base]` on.
+fn exchange_words(word: u32, lane: u32) {
+    word_base = {{ subgroups }}u - word_base;
+    if (lane % {{ width }}u == 0u) {
+        word_scratch[word_base + lane / {{ width }}u] = word;
+    }
+    workgroupBarrier();
+}
+fn reduce_sum(value: f32, lane: u32) -> f32 {
+    exchange_words(bitcast<u32>(subgroupAdd(value)), lane);
+    var total = 0.0;
+    {% for s in range(subgroups) %}
+    total = total + bitcast<f32>(word_scratch[word_base + {{ s }}u]);
+    {% endfor %}
+    return total;
+}
+fn reduce_max(value: f32, lane: u32) -> f32 {
+    exchange_words(bitcast<u32>(subgroupMax(value)), lane);
+    var most = bitcast<f32>(word_scratch[word_base]);
+    {% for s in range(1, subgroups) %}
+    most = max(most, bitcast<f32>(word_scratch[word_base + {{ s }}u]));
+    {% endfor %}
+    return most;
+}
+fn reduce_max_u32(value: u32, lane: u32) -> u32 {
+    exchange_words(subgroupMax(value), lane);
+    var most = 0u;
+    {% for s in range(subgroups) %}
+    most = max(most, word_scratch[word_base + {{ s }}u]);
+    {% endfor %}
+    return most;
+}
+fn reduce_min_u32(value: u32, lane: u32) -> u32 {
+    return ~reduce_max_u32(~value, lane);
+}
+fn first_lane(mine: bool, lane: u32) -> u32 {
+    return reduce_min_u32(select(0xffffffffu, lane, mine), lane);
+}
+fn prefix_sum(value: f32, lane: u32) -> f32 {
+    exchange_words(bitcast<u32>(subgroupAdd(value)), lane);
+    var before = 0.0;
+    {% for s in range(subgroups - 1) %}
+    before = before + select(0.0, bitcast<f32>(word_scratch[word_base + {{ s }}u]), lane / {{ width }}u > {{ s }}u);
+    {% endfor %}
+    return before + subgroupExclusiveAdd(value);
+}
+{% elif one_subgroup %}
 fn reduce_sum(value: f32, lane: u32) -> f32 {
     return subgroupAdd(value);
 }

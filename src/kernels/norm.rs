@@ -5,6 +5,7 @@ use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;
+use crate::plan::rows::LongRow;
 
 /// The shader.
 pub static NORM: Kernel = Kernel { stem: "norm", reads: 3, writes: 1 };
@@ -41,9 +42,21 @@ pub struct Norm<'a> {
     pub out: &'a View,
 }
 
-/// The variables on one device.
-pub fn vars(caps: &Capabilities, gathered: bool) -> Vars {
-    vec![("gathered", gathered.into()), ("lanes", caps.row_lanes.into()), ("one_subgroup", caps.one_subgroup.into())]
+/// Loads of a lane that registers hold at most.
+const MOST_LOADS: u32 = 8;
+
+/// The variables on one device for rows of `width` columns.
+pub fn vars(caps: &Capabilities, gathered: bool, width: usize) -> Vars {
+    let LongRow { lanes, subgroups, one_subgroup } = LongRow::of(caps);
+    let loads = (width / 4).div_ceil(lanes as usize).next_power_of_two() as u32;
+    let loads = if subgroups > 1 && loads <= MOST_LOADS { loads } else { 0 };
+    vec![
+        ("gathered", gathered.into()),
+        ("loads", loads.into()),
+        ("lanes", lanes.into()),
+        ("subgroups", subgroups.into()),
+        ("one_subgroup", one_subgroup.into()),
+    ]
 }
 
 impl Norm<'_> {
@@ -52,7 +65,7 @@ impl Norm<'_> {
     /// # Errors
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        let vars = vars(rec.gpu().capabilities(), self.gather.is_some());
+        let vars = vars(rec.gpu().capabilities(), self.gather.is_some(), self.width);
         let pipeline = pipeline(rec.gpu(), &NORM, vars)?;
         let params = NormParams {
             rows: self.rows as u32,

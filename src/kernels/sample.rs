@@ -5,6 +5,7 @@ use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;
+use crate::plan::rows::LongRow;
 
 /// The shader.
 pub static SAMPLE: Kernel = Kernel { stem: "sample", reads: 2, writes: 2 };
@@ -61,14 +62,10 @@ pub struct Sample<'a> {
     pub last_ids: &'a View,
 }
 
-/// Invocations of a workgroup on hardware: a row of logits is long, and a subgroup alone would wait for one load after the
-/// other.
-const LANES: u32 = 256;
-
 /// The variables on one device.
 pub fn vars(caps: &Capabilities) -> Vars {
-    let (lanes, one_subgroup) = if caps.along_depth { (LANES, false) } else { (caps.row_lanes, caps.one_subgroup) };
-    vec![("lanes", lanes.into()), ("one_subgroup", one_subgroup.into())]
+    let LongRow { lanes, subgroups, one_subgroup } = LongRow::of(caps);
+    vec![("lanes", lanes.into()), ("subgroups", subgroups.into()), ("one_subgroup", one_subgroup.into())]
 }
 
 impl Sample<'_> {

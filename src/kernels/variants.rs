@@ -108,9 +108,7 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
         }
     }
     all.push((&combine::COMBINE, Vars::new()));
-    for gathered in [false, true] {
-        all.push((&norm::NORM, norm::vars(caps, gathered)));
-    }
+    norms(caps, &mut all);
     all.push((&rope::ROPE, rope::vars(caps)));
     for head_dim in HEAD_DIMS {
         let variant = (&attention::ATTENTION, attention::vars(caps, head_dim));
@@ -143,6 +141,18 @@ fn routes(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
         }
     }
     all
+}
+
+/// Norms of rows of every number of loads, and of rows that are too long for that.
+fn norms(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
+    for gathered in [false, true] {
+        for width in [1024, 2048, 4096, 8192, 16384] {
+            let variant = (&norm::NORM, norm::vars(caps, gathered, width));
+            if !all.contains(&variant) {
+                all.push(variant);
+            }
+        }
+    }
 }
 
 /// Those of few pairs.

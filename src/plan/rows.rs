@@ -50,6 +50,31 @@ pub fn few(caps: &Capabilities, tokens: usize, top_k: usize, experts: usize) -> 
     Some(if single { Few::Single } else { Few::Tiles(FEW_TILE) })
 }
 
+/// The workgroup that walks a long row: one of activations, or of logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LongRow {
+    /// Its invocations.
+    pub lanes: u32,
+    /// Subgroups that it is known to consist of; 1 where that is not known, or not wanted.
+    pub subgroups: u32,
+    /// It is exactly one subgroup.
+    pub one_subgroup: bool,
+}
+
+/// Invocations of such a workgroup on hardware, where a subgroup alone would wait for one load after the other.
+const LONG_ROW_LANES: u32 = 256;
+
+impl LongRow {
+    /// The workgroup on one device.
+    pub fn of(caps: &Capabilities) -> Self {
+        if caps.along_depth {
+            let subgroups = LONG_ROW_LANES / caps.row_lanes;
+            return Self { lanes: LONG_ROW_LANES, subgroups, one_subgroup: false };
+        }
+        Self { lanes: caps.row_lanes, subgroups: 1, one_subgroup: caps.one_subgroup }
+    }
+}
+
 /// Subgroups of a workgroup whose lanes lie along the depth.
 pub const SUBGROUPS: u32 = 4;
 
