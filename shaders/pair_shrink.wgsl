@@ -1,5 +1,6 @@
 // First half of the adapters of few pairs: u[p] = s A x[row(p)], each row of A by a subgroup. In front of the values stands
-// where B is, so that `pair_gemm` and `down_combine` find both in one place. A pair without adapter has no groups of B.
+// where B is, so that `pair_gemm`, `down_combine` and `dense_gemm` find both in one place. A pair without adapter has no groups
+// of B. With `dense` a pair is a whole token.
 struct PairShrinkParams {
     // P.
     rows: u32,
@@ -26,7 +27,7 @@ struct PairShrinkParams {
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>; // [rows / row_div, K]
 @group(0) @binding(2) var<storage, read> pool: array<vec4<u32>>;
 @group(0) @binding(3) var<storage, read> index: array<Factor>; // [L, E_l, projections] from index_base
-@group(0) @binding(4) var<storage, read> ids: array<i32>; // [P], local
+@group(0) @binding(4) var<storage, read> ids: array<i32>; // [P], local; unused when dense
 @group(0) @binding(5) var<storage, read> token_lora_mapping: array<i32>; // [T]
 // [P, projections, 4 + max_rank]: first group of B, groups of a row of B, storage type, 0, then u.
 @group(0) @binding(6) var<storage, read_write> u: array<u32>;
@@ -42,7 +43,11 @@ fn main(
 ) {
     let pair = workgroup.x;
     let row = workgroup.y * {{ lanes // depth_lanes }}u + subgroup;
+    {% if dense %}
+    let id = 0;
+    {% else %}
     let id = ids[pair];
+    {% endif %}
     let slot = token_lora_mapping[pair / params.top_k];
     if (row == 0u && subgroup_lane == 0u) {
         if (slot >= i32(params.slots)) {

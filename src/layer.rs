@@ -4,17 +4,19 @@
 //! experts on another: each half can be recorded alone.
 
 mod batch;
+mod dense;
 mod experts;
 mod pairs;
 mod tiles;
 
 pub use batch::LoraBatch;
 pub(crate) use batch::distinct;
+pub use dense::Dense;
 
 use crate::activation::Activation;
 use crate::adapter::sites::LayerSites;
 use crate::error::Result;
-use crate::kernels::expert_gemm::{ExpertGemm, Rows, Weights};
+use crate::kernels::expert_gemm::Weights;
 use crate::kernels::localise::Owners;
 use crate::kernels::lora::{Factors, LoraSite};
 use crate::kernels::route::Route;
@@ -103,23 +105,18 @@ impl MoeLayer {
         let MoeShape { experts: e, top_k: a, .. } = self.shape;
         let pairs = t.tokens * a;
         let logits = rec.scratch("router logits", (t.tokens * e * 4) as u64)?;
-        ExpertGemm {
-            rows: t.tokens,
-            row_div: 1,
-            select: Rows::Dense,
+        let adapters = t.lora.and_then(|(batch, sites, factors)| Some((batch, sites.router.as_ref()?, factors)));
+        Dense {
+            tokens: t.tokens,
             x: t.x,
             weights: &self.router,
+            adapters,
             y: &logits,
-            y_stride: e,
             accumulate: false,
             exact: true,
+            status: t.status,
         }
         .record(rec, pass)?;
-        if let Some((batch, sites, factors)) = t.lora
-            && let Some(site) = &sites.router
-        {
-            batch.record_dense(rec, pass, site, factors, t.tokens, t.x, &logits)?;
-        }
         let topk_ids = rec.scratch("topk_ids", (pairs * 4) as u64)?;
         let topk_weights = rec.scratch("topk_weights", (pairs * 4) as u64)?;
         Route {

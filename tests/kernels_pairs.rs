@@ -6,9 +6,12 @@ mod common;
 mod device;
 #[path = "common/gpu_run.rs"]
 mod gpu_run;
+#[path = "common/held.rs"]
+mod held;
 
 use common::{Rng, Routing, TOL_F32, UNWRITTEN_F32, each_case, rel_err};
 use gpu_run::{Output, run, upload, weights};
+use held::{Held, MIXED, Slots};
 use wgmoe::Gpu;
 use wgmoe::activation::Activation;
 use wgmoe::dtype::DType;
@@ -36,13 +39,10 @@ struct Case {
     tiles: bool,
     /// Experts of a binding of gate and up; rows of a binding of down.
     cut: Option<[usize; 2]>,
-    /// Rank, type and bias of each slot; none: no adapters.
-    slots: &'static [(usize, DType, bool)],
+    /// None: no adapters.
+    slots: Slots,
     accumulate: bool,
 }
-
-const MIXED: &[(usize, DType, bool)] =
-    &[(8, DType::F16, false), (17, DType::Bf16, true), (0, DType::F32, false), (3, DType::F32, false)];
 
 const CASE: Case = Case {
     dtype: DType::Bf16,
@@ -58,29 +58,7 @@ const CASE: Case = Case {
     accumulate: false,
 };
 
-/// One (slot, expert, projection) as the oracle sees it.
-struct Held {
-    rank: usize,
-    scale: f32,
-    a: Vec<f32>,
-    b: Vec<f32>,
-    bias: Option<Vec<f32>>,
-}
-
-/// 16-byte words of a matrix with rows padded to eight columns.
-fn place(pool: &mut Vec<u8>, dtype: DType, values: &[f32], cols: usize) -> (u32, Vec<f32>) {
-    let at = pool.len() / 16;
-    let mut decoded = Vec::new();
-    for row in values.chunks(cols) {
-        let bytes = dtype.encode(row);
-        decoded.extend(dtype.decode(&bytes));
-        pool.extend_from_slice(&bytes);
-        pool.resize(pool.len() + (cols.next_multiple_of(8) - cols) * dtype.size(), 0);
-    }
-    (at as u32, decoded)
-}
-
-/// Entries of a site, and what the oracle looks up at (virtual expert · projections + projection).
+/// The site of one half; an adapter leaves out an expert and a projection.
 fn site(
     case: &Case,
     rng: &mut Rng,
@@ -89,30 +67,11 @@ fn site(
     down: bool,
 ) -> (LoraSite, Vec<Held>) {
     let (outs, inner) = if down { (vec![case.hidden], case.width) } else { (vec![case.width; 2], case.hidden) };
-    // Entries of another site, which would do damage if they were used.
-    let index_base = index.len() + 3;
-    index.resize(index_base, [7, 9, 5, f32::NAN.to_bits()]);
-    let mut held = Vec::new();
-    for (slot, (rank, dtype, biased)) in case.slots.iter().enumerate() {
-        for expert in 0..case.experts {
-            for (projection, out) in outs.iter().enumerate() {
-                // An expert, and a projection, that an adapter leaves out.
-                let rank = if slot == 1 && (expert == 1 || expert == 2 && projection == 1) { 0 } else { *rank };
-                let biased = *biased && rank > 0;
-                let (a, a_values) = place(pool, *dtype, &rng.floats(rank * inner), inner);
-                let columns = rank + usize::from(biased);
-                let (b, stored) = place(pool, *dtype, &rng.floats(out * columns), columns.max(1));
-                let rows = || stored.chunks(columns.max(1));
-                let b_values = rows().flat_map(|row| &row[..rank]).copied().collect();
-                let bias = biased.then(|| rows().map(|row| row[rank]).collect());
-                let scale = 0.25 + held.len() as f32 / 64.0;
-                let kind = [DType::F32, DType::F16, DType::Bf16].iter().position(|d| d == dtype).unwrap() as u32;
-                index.push([a, b, columns as u32 | kind << 16 | u32::from(biased) << 18, scale.to_bits()]);
-                held.push(Held { rank, scale, a: a_values, b: b_values, bias });
-            }
-        }
-    }
-    (LoraSite { ordinal: usize::from(down), index_base, out_dims: outs, in_dim: inner }, held)
+    let absent =
+        |slot: usize, expert: usize, projection: usize| slot == 1 && (expert == 1 || expert == 2 && projection == 1);
+    let (site, held) =
+        held::site(case.slots, case.experts, &outs, inner, absent, rng, pool, index);
+    (LoraSite { ordinal: usize::from(down), ..site }, held)
 }
 
 /// `y[p] = W x + adapter` of one projection; W is `[E, out, in]`.
@@ -129,10 +88,7 @@ fn product(
 ) -> Vec<f32> {
     let mut y = vec![UNWRITTEN_F32; ids.len() * out];
     reference::expert_gemm(x, w, ids, row_div, out, inner, &mut y);
-    let factors = |v: usize| {
-        let f = held.get(v * projections + projection)?;
-        Some(reference::Factors { rank: f.rank, scale: f.scale, a: &f.a, b: &f.b, bias: f.bias.as_deref() })
-    };
+    let factors = |v: usize| held.get(v * projections + projection).map(Held::factors);
     reference::lora(x, row_div, virtual_ids, &factors, out, inner, &mut y, out, 0);
     y
 }
@@ -222,7 +178,7 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
     ];
     let (out, status) = (Output::of(gpu, &before, UNWRITTEN_F32), Output::new(gpu, 1, 0u32));
     let (ids_view, mapping, topk_weights) = (upload(gpu, &given), upload(gpu, &mapping), upload(gpu, &topk_weights));
-    let max_rank = slots.iter().map(|(rank, _, biased)| rank + usize::from(*biased)).max().unwrap_or(0);
+    let max_rank = held::max_rank(slots);
     run(gpu, |rec, pass| {
         let words = pairs * 2 * (max_rank.next_multiple_of(8) + 4) + 64;
         let u = rec.scratch("lora u", words as u64 * 4)?;
@@ -246,7 +202,7 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
             site: if down { &second_site } else { &first_site },
             factors: &factors,
             x,
-            ids: &ids_view,
+            ids: Some(&ids_view),
             token_lora_mapping: &mapping,
             status: &status.view,
         };
@@ -288,11 +244,6 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
     if status.read(gpu)[0] == owed { Ok(()) } else { Err(format!("status {}, expected {owed}", status.read(gpu)[0])) }
 }
 
-/// Devices whose lanes lie along the depth.
-fn devices() -> Vec<Gpu> {
-    device::every_variant().into_iter().filter(|gpu| gpu.capabilities().along_depth).collect()
-}
-
 #[test]
 fn few_pairs_with_mixed_adapters_equal_the_oracle() {
     let mut cases = Vec::new();
@@ -304,7 +255,7 @@ fn few_pairs_with_mixed_adapters_equal_the_oracle() {
             }
         }
     }
-    for gpu in devices() {
+    for gpu in device::every_along_depth() {
         each_case(&cases, |case| check(&gpu, case));
     }
 }
@@ -322,7 +273,7 @@ fn few_pairs_take_any_widths_and_cuts() {
     // One choice, and more experts than lanes.
     cases.push(Case { top_k: 1, cut: Some([1, 5]), ..CASE });
     cases.push(Case { top_k: 11, experts: 40, tokens: 2, ..CASE });
-    for gpu in devices() {
+    for gpu in device::every_along_depth() {
         each_case(&cases, |case| check(&gpu, case));
     }
 }

@@ -11,6 +11,7 @@ use std::path::Path;
 
 use difference::largest_difference;
 use safetensors::SafeTensors;
+use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, Event, Gpu, LoadOptions, Model, Request};
 
 const FOLDER: &str = "tests/data/tiny/qwen3_moe";
@@ -144,5 +145,34 @@ fn logits_and_greedy_tokens_match_both_references_alone_and_mixed() {
             }
         }
         assert!(failures.is_empty(), "{}", failures.join("\n"));
+    }
+}
+
+/// Requests that make a step of few rows each: prompts alone and together, then rows that decode.
+const FEW: [&[(&str, usize)]; 4] = [
+    &[("all_linear", 1)],
+    &[("base", 2)],
+    &[("attn_only", 5)],
+    &[("layer_subset", 3), ("base", 1), ("all_linear", 2), ("experts2d_rslora", 2)],
+];
+
+#[test]
+fn few_rows_give_the_same_logits_where_lanes_lie_along_the_depth() {
+    for gpu in device::every_along_depth() {
+        let ordinary = Capabilities { along_depth: false, ..gpu.capabilities().clone() };
+        let mut engines = [engine(&gpu.with_capabilities(ordinary)), engine(&gpu)];
+        for few in FEW {
+            let request = |(i, (case, rows)): (usize, &(&'static str, usize))| {
+                (*case, (0..*rows as u32).map(|t| 7 + 31 * t + i as u32).collect::<Vec<u32>>(), 4)
+            };
+            let requests: Vec<_> = few.iter().enumerate().map(request).collect();
+            let [expected, got] = engines.each_mut().map(|engine| run(engine, &requests));
+            for ((case, prompt, _), (expected, got)) in requests.iter().zip(expected.iter().zip(&got)) {
+                let off = largest_difference(&got.0, &expected.0);
+                assert!(off < 1e-4, "{} {case}: logits differ by {off}", gpu.tier());
+                // What decoding led to is scored as a prompt, on the ordinary way.
+                check_greedy(&mut engines[0], case, prompt, &expected.1, &got.1).unwrap();
+            }
+        }
     }
 }

@@ -13,9 +13,9 @@ use wgmoe::kernels::linker::{Kernel, Vars, label, render};
 use wgmoe::kernels::params::Params;
 use wgmoe::kernels::variants::variants;
 use wgmoe::kernels::{
-    activation, align, attention, attention_matrix, attention_split, combine, count, down_combine, embed, expert_gemm,
-    expert_gemm_matrix, localise, lora, lora_gather, lora_matrix, norm, pack, pair_gemm, pair_shrink, random, rate,
-    remap, rope, route, sample, stream,
+    activation, align, attention, attention_matrix, attention_split, combine, count, dense_gemm, down_combine, embed,
+    expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, lora_matrix, norm, pack, pair_gemm, pair_shrink,
+    random, rate, remap, rope, route, sample, stream,
 };
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::classes::classes;
@@ -44,6 +44,7 @@ fn params_of(stem: &str) -> Layout {
         "lora_gather" => layout::<lora_gather::LoraGatherParams>(),
         "pair_shrink" => layout::<pair_shrink::PairShrinkParams>(),
         "pair_gemm" => layout::<pair_gemm::PairGemmParams>(),
+        "dense_gemm" => layout::<dense_gemm::DenseGemmParams>(),
         "down_combine" => layout::<down_combine::DownCombineParams>(),
         "pack" => layout::<pack::PackParams>(),
         "expert_gemm_matrix" => layout::<expert_gemm_matrix::ExpertGemmMatrixParams>(),
@@ -193,7 +194,7 @@ const MATRIX_TIER: [&str; 8] = [
     "attention_matrix",
 ];
 /// Shaders for lanes along the depth alone.
-const ALONG_DEPTH: [&str; 3] = ["pair_shrink", "pair_gemm", "down_combine"];
+const ALONG_DEPTH: [&str; 4] = ["pair_shrink", "pair_gemm", "dense_gemm", "down_combine"];
 /// Shaders of hardware alone.
 const HARDWARE: [&str; 2] = ["attention_split", "attention_combine"];
 

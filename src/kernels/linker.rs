@@ -112,6 +112,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "lora_gather.wgsl",
     "pair_shrink.wgsl",
     "pair_gemm.wgsl",
+    "dense_gemm.wgsl",
     "down_combine.wgsl",
     "activation.wgsl",
     "activation_pack.wgsl",

@@ -22,6 +22,7 @@ pub mod lora_matrix;
 pub mod lora_gather;
 pub mod pair_shrink;
 pub mod pair_gemm;
+pub mod dense_gemm;
 pub mod down_combine;
 pub mod activation;
 pub mod combine;

@@ -1,4 +1,4 @@
-//! The first half of the adapters of few pairs, one by one.
+//! The first half of the adapters of few pairs, or of few whole tokens, one by one.
 
 use crate::error::Result;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
@@ -42,15 +42,15 @@ params! {
 }
 
 /// Semantics: `u[p] = s · A · x[p / row_div]` for each projection, with the factors of pair p's expert and its token's slot,
-/// and beside it where B is. Pairs without factors are marked as such.
+/// and beside it where B is. Pairs without factors are marked as such. Whole tokens are pairs with the only expert.
 pub struct PairShrink<'a> {
     /// P.
     pub rows: usize,
     /// Pairs that share a row of x.
     pub row_div: usize,
-    /// A: pairs of a token.
+    /// A: pairs of a token; 1 for whole tokens.
     pub top_k: usize,
-    /// E_l.
+    /// E_l; 1 for whole tokens.
     pub experts: usize,
     /// L.
     pub slots: usize,
@@ -62,8 +62,8 @@ pub struct PairShrink<'a> {
     pub factors: &'a Factors,
     /// f32 `[rows / row_div, in]`.
     pub x: &'a View,
-    /// i32 `[P]`, local.
-    pub ids: &'a View,
+    /// i32 `[P]`, local; `None` for whole tokens.
+    pub ids: Option<&'a View>,
     /// i32 `[T]`: slot, negative for none.
     pub token_lora_mapping: &'a View,
     /// u32 `[1]`: bit 1 for a slot past L, bit 2 for an id past E_l.
@@ -81,9 +81,10 @@ pub struct Shrunk {
     pub pool: View,
 }
 
-/// The variables for rows of `in_dim` columns.
-pub fn vars(caps: &Capabilities, in_dim: usize) -> Vars {
+/// The variables for rows of `in_dim` columns; `dense` for whole tokens.
+pub fn vars(caps: &Capabilities, dense: bool, in_dim: usize) -> Vars {
     vec![
+        ("dense", dense.into()),
         // A row of A is all that a subgroup reads: as much of it at once as registers hold.
         ("steps", (2 * rows::steps(caps, in_dim)).into()),
         ("lanes", (rows::SUBGROUPS * caps.row_lanes).into()),
@@ -100,7 +101,7 @@ impl PairShrink<'_> {
         let projections = self.site.out_dims.len();
         let max_rank = self.max_rank.next_multiple_of(8);
         let u = rec.scratch("lora u", (self.rows * projections * (max_rank + 4) * 4) as u64)?;
-        let vars = vars(rec.gpu().capabilities(), self.site.in_dim);
+        let vars = vars(rec.gpu().capabilities(), self.ids.is_none(), self.site.in_dim);
         let pipeline = pipeline(rec.gpu(), &PAIR_SHRINK, vars)?;
         let params = PairShrinkParams {
             rows: self.rows as u32,
@@ -117,7 +118,7 @@ impl PairShrink<'_> {
             pad1: 0,
         };
         let (pool, index) = (self.factors.pool(self.site), &self.factors.index);
-        let buffers = [self.x, pool, index, self.ids, self.token_lora_mapping, &u, self.status];
+        let buffers = [self.x, pool, index, self.ids.unwrap_or(self.x), self.token_lora_mapping, &u, self.status];
         let row_tiles = (projections * max_rank).div_ceil(rows::SUBGROUPS as usize);
         let grid = Grid::Direct([self.rows as u32, row_tiles as u32, 1]);
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);

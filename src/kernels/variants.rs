@@ -5,12 +5,13 @@ use std::collections::HashMap;
 use crate::activation::Activation;
 use crate::dtype::DType;
 use crate::gpu::Tier;
+use crate::kernels::dense_gemm::Cut;
 use crate::kernels::expert_gemm_matrix::Flags;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
-    activation, align, attention, attention_matrix, attention_split, combine, count, down_combine, embed, expert_gemm,
-    expert_gemm_matrix, localise, lora, lora_gather, lora_matrix, norm, pack, pair_gemm, pair_shrink, random, rate,
-    remap, rope, route, sample, stream,
+    activation, align, attention, attention_matrix, attention_split, combine, count, dense_gemm, down_combine, embed,
+    expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, lora_matrix, norm, pack, pair_gemm, pair_shrink,
+    random, rate, remap, rope, route, sample, stream,
 };
 use crate::plan::attention::{CUT, MATRIX_WIDTHS};
 use crate::plan::capabilities::Capabilities;
@@ -159,7 +160,14 @@ fn norms(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
 fn few_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
     let lanes = caps.row_lanes as usize;
     for in_dim in [3 * 8 * lanes, 4 * 8 * lanes] {
-        all.push((&pair_shrink::PAIR_SHRINK, pair_shrink::vars(caps, in_dim)));
+        for dense in [false, true] {
+            all.push((&pair_shrink::PAIR_SHRINK, pair_shrink::vars(caps, dense, in_dim)));
+        }
+        for cut in cuts(caps, in_dim) {
+            for (dtype, lora) in DTYPES.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
+                all.push((&dense_gemm::DENSE_GEMM, dense_gemm::vars(caps, dtype, cut, lora)));
+            }
+        }
         for (dtype, lora) in DTYPES.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
             all.push((&down_combine::DOWN_COMBINE, down_combine::vars(caps, dtype, lora, in_dim)));
             let kinds = ACTIVATIONS.into_iter().filter(|kind| kind.gated()).map(Some).chain([None]);
@@ -171,6 +179,15 @@ fn few_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
             }
         }
     }
+}
+
+/// Every cut of a product of few rows of `in_dim` columns.
+fn cuts(caps: &Capabilities, in_dim: usize) -> Vec<Cut> {
+    let rows = 1..=dense_gemm::MOST_ROWS;
+    let all: Vec<Cut> =
+        rows.flat_map(|rows| (0..18).filter_map(move |n| Cut::of(caps, rows, 1 << n, in_dim))).collect();
+    let first = |i: &usize| !all[..*i].contains(&all[*i]);
+    (0..all.len()).filter(first).map(|i| all[i]).collect()
 }
 
 fn split_variants(all: &mut Vec<(&'static Kernel, Vars)>) {

@@ -3,6 +3,7 @@
 use crate::adapter::pool::AdapterPool;
 use crate::error::Result;
 use crate::kernels::align::{Align, Aligned};
+use crate::kernels::dense_gemm;
 use crate::kernels::expert_gemm::Rows;
 use crate::kernels::lora::{self, Factors, Lora, LoraSite};
 use crate::kernels::lora_gather::LoraGather;
@@ -41,7 +42,8 @@ impl LoraBatch {
         })
     }
 
-    /// Prepares the adapters of `tokens` tokens; `sites` are those that work on whole tokens (attention, router, dense).
+    /// Prepares the adapters of `tokens` tokens; `sites` are those that work on whole tokens (attention, router, dense). Few
+    /// tokens are taken one by one where their adapters are part of the products ([`Dense`](super::Dense)).
     ///
     /// # Errors
     /// Those of the align stage.
@@ -53,6 +55,9 @@ impl LoraBatch {
         sites: impl Iterator<Item = &'a LoraSite>,
     ) -> Result<Self> {
         let caps = rec.gpu().capabilities().clone();
+        if dense_gemm::few(&caps, tokens) {
+            return Ok(self);
+        }
         let Some(tile) = rows::adapter_tile(&caps, tokens, self.adapters) else { return Ok(self) };
         let columns: Vec<u32> = sites.flat_map(|s| lora::column_tiles(&caps, s, self.max_rank, tile)).collect();
         let align = Align {
@@ -68,12 +73,12 @@ impl LoraBatch {
         Ok(self)
     }
 
-    /// Records the adapters of a site that works on whole tokens.
+    /// Records the adapters of a site that works on whole tokens, after its product.
     ///
     /// # Errors
     /// Those of the LoRA stages.
     #[allow(clippy::too_many_arguments, reason = "the arguments are the site's operands")]
-    pub fn record_dense(
+    pub(super) fn record_dense(
         &self,
         rec: &mut Recording,
         pass: &mut wgpu::ComputePass<'_>,

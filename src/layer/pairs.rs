@@ -61,7 +61,7 @@ impl MoeLayer {
                 site,
                 factors,
                 x,
-                ids,
+                ids: Some(ids),
                 token_lora_mapping: &batch.token_lora_mapping,
                 status: t.status,
             }

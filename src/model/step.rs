@@ -8,12 +8,12 @@ use crate::kernels::activation::Activate;
 use crate::kernels::attention::Attention;
 use crate::kernels::count::Count;
 use crate::kernels::embed::Embed;
-use crate::kernels::expert_gemm::{ExpertGemm, Rows, Weights};
+use crate::kernels::expert_gemm::Weights;
 use crate::kernels::lora::LoraSite;
 use crate::kernels::norm::Norm;
 use crate::kernels::rope::{AttentionShape, Rope};
 use crate::kernels::{Recording, View};
-use crate::layer::{LoraBatch, MoeTensors};
+use crate::layer::{Dense, LoraBatch, MoeTensors};
 use crate::model::dispatch::add_returned;
 use crate::model::{Commands, DecoderLayer, KvCache, Mlp, Model};
 use crate::plan::attention::AttentionWork;
@@ -182,23 +182,25 @@ impl Model {
             };
             norm.record(rec, pass)?;
             let logits = rec.scratch("logits", (t.logit_rows * c.vocab * 4) as u64)?;
-            let product = ExpertGemm {
-                rows: t.logit_rows,
-                row_div: 1,
-                select: Rows::Dense,
+            let sites = lora.zip(pool.ends());
+            let adapters = match sites {
+                None => None,
+                Some((batch, (sites, factors))) => {
+                    let site = &sites.lm_head;
+                    Some((batch.prepare(rec, pass, t.logit_rows, std::iter::once(site))?, site, factors))
+                }
+            };
+            Dense {
+                tokens: t.logit_rows,
                 x: &x,
                 weights: self.head(),
+                adapters: adapters.as_ref().map(|(batch, site, factors)| (batch, *site, *factors)),
                 y: &logits,
-                y_stride: c.vocab,
                 accumulate: false,
                 exact: false,
-            };
-            product.record(rec, pass)?;
-            if let Some((batch, (sites, factors))) = lora.zip(pool.ends()) {
-                let site = &sites.lm_head;
-                let batch = batch.prepare(rec, pass, t.logit_rows, std::iter::once(site))?;
-                batch.record_dense(rec, pass, site, factors, t.logit_rows, &x, &logits)?;
+                status: t.status,
             }
+            .record(rec, pass)?;
             Ok(Some(logits))
         })
     }
@@ -233,8 +235,7 @@ impl LayerStep<'_> {
         let x = rec.scratch("x", (t.rows * d * 4) as u64)?;
         self.norm(rec, pass, &w.input_norm, &x)?;
         let qkv = rec.scratch("qkv", (t.rows * qkv_width * 4) as u64)?;
-        self.dense(rec, pass, &x, &w.qkv, &qkv, qkv_width, false)?;
-        self.adapt(rec, pass, &sites.qkv, &x, &qkv)?;
+        self.dense(rec, pass, &x, &w.qkv, &sites.qkv, &qkv, false)?;
         let q = rec.scratch("q", (t.rows * q_width * 4) as u64)?;
         let (k_cache, v_cache) = &self.cache.layers[self.layer];
         Rope {
@@ -265,8 +266,7 @@ impl LayerStep<'_> {
             out: &attended,
         }
         .record(rec, pass)?;
-        self.dense(rec, pass, &attended, &w.o, hidden, d, residual)?;
-        self.adapt(rec, pass, &sites.o, &attended, hidden)
+        self.dense(rec, pass, &attended, &w.o, &sites.o, hidden, residual)
     }
 
     /// The MLP, or this rank's experts. Those are put in the place of `hidden`: added to it with `residual`, otherwise alone.
@@ -292,18 +292,16 @@ impl LayerStep<'_> {
             Mlp::Dense { gate_up, down } => {
                 let f = c.dense_width;
                 let both = rec.scratch("dense gate_up", (t.rows * 2 * f * 4) as u64)?;
-                self.dense(rec, pass, &x, gate_up, &both, 2 * f, false)?;
-                self.adapt(rec, pass, &sites.gate_up, &x, &both)?;
+                self.dense(rec, pass, &x, gate_up, &sites.gate_up, &both, false)?;
                 let h = rec.scratch("dense h", (t.rows * f * 4) as u64)?;
                 let kind = crate::activation::Activation::Silu;
                 Activate { rows: t.rows, width: f, kind, gate_up: &both, ids: None, h: &h }.record(rec, pass)?;
-                self.dense(rec, pass, &h, down, hidden, d, true)?;
-                self.adapt(rec, pass, &sites.down, &h, hidden)
+                self.dense(rec, pass, &h, down, &sites.down, hidden, true)
             }
         }
     }
 
-    /// y = W·x for every row, or y += W·x.
+    /// y = W·x for every row, or y += W·x, and what each row's adapter changes at `site`.
     #[allow(clippy::too_many_arguments, reason = "the arguments are the operands")]
     fn dense(
         &self,
@@ -311,28 +309,14 @@ impl LayerStep<'_> {
         pass: &mut wgpu::ComputePass<'_>,
         x: &View,
         weights: &Weights,
+        site: &LoraSite,
         y: &View,
-        y_stride: usize,
         accumulate: bool,
     ) -> Result<()> {
-        let (rows, row_div, select, exact) = (self.t.rows, 1, Rows::Dense, false);
-        ExpertGemm { rows, row_div, select, x, weights, y, y_stride, accumulate, exact }.record(rec, pass)
-    }
-
-    /// Adds what each row's adapter changes at `site`.
-    fn adapt(
-        &self,
-        rec: &mut Recording,
-        pass: &mut wgpu::ComputePass<'_>,
-        site: &LoraSite,
-        x: &View,
-        y: &View,
-    ) -> Result<()> {
+        let (tokens, status, exact) = (self.t.rows, self.t.status, false);
         let factors = self.pool.layer(self.layer).1;
-        match &self.t.lora {
-            Some(batch) => batch.record_dense(rec, pass, site, factors, self.t.rows, x, y),
-            None => Ok(()),
-        }
+        let adapters = self.t.lora.as_ref().map(|batch| (batch, site, factors));
+        Dense { tokens, x, weights, adapters, y, accumulate, exact, status }.record(rec, pass)
     }
 
     /// The norm of `hidden`.

@@ -82,3 +82,8 @@ pub fn every_variant() -> Vec<Gpu> {
     }
     all
 }
+
+/// The devices whose lanes can lie along the depth, with products that do.
+pub fn every_along_depth() -> Vec<Gpu> {
+    every_variant().into_iter().filter(|gpu| gpu.capabilities().along_depth).collect()
+}

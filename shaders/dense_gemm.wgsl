@@ -1,0 +1,181 @@
+// The product of few rows with one matrix, adapters included: y[t] (+)= W x[t] + B u[t]. A subgroup owns {{ per_lane }} columns of
+// {{ tile }} rows and reads each row of the weights with all its lanes. The projections of a site, such as q, k and v, stand
+// side by side in y. What a lane adds of an adapter, and what it adds to, is read before the weights, so that nothing is
+// waited for afterwards. Whoever reads y reads that of `expert_gemm` and `lora_expand`, which this stage replaces.
+struct DenseGemmParams {
+    // T.
+    rows: u32,
+    // Row of x in vec4.
+    x_stride: u32,
+    // Groups of eight in a row of W.
+    groups: u32,
+    // Columns of y in this piece, and where they stand in y.
+    out_rows: u32,
+    out_begin: u32,
+    y_stride: u32,
+    // 1: add to y.
+    accumulate: u32,
+    // Projections of the site, and the rank that u has room for.
+    projections: u32,
+    max_rank: u32,
+    pad0: u32,
+    pad1: u32,
+    pad2: u32,
+    // First column of each projection; past every column where there is none.
+    site_begin: vec4<u32>,
+}
+
+@group(0) @binding(0) var<uniform> params: DenseGemmParams;
+@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>; // [T, K]
+@group(0) @binding(2) var<storage, read> w: array<vec4<u32>>; // [out_rows, K]
+@group(0) @binding(3) var<storage, read> u: array<vec4<u32>>; // [T, projections, 1 + max_rank / 4] from `pair_shrink`
+@group(0) @binding(4) var<storage, read> pool: array<vec4<u32>>;
+@group(0) @binding(5) var<storage, read_write> y: array<f32>; // [T, y_stride]
+
+{% include "shared/weights.wgsl" %}
+{% set sums = tile * per_lane %}
+{% set subgroups = lanes // depth_lanes %}
+{% if lora %}
+{% include "shared/factors.wgsl" %}
+
+// What an adapter adds to sum `sum` of a subgroup by one group of eight columns of B, as it was read.
+struct Addend {
+    sum: u32,
+    storage: u32,
+    b: vec4<u32>,
+    // The second half of a group in f32.
+    b_more: vec4<u32>,
+    u_lo: vec4<f32>,
+    u_hi: vec4<f32>,
+}
+
+fn read_addend(item: u32, first_row: u32, first_column: u32) -> Addend {
+    let parts = params.max_rank / 8u;
+    let part = item % parts;
+    var addend = Addend(item / parts, 0u, vec4<u32>(), vec4<u32>(), vec4<f32>(), vec4<f32>());
+    let row = first_row + addend.sum / {{ per_lane }}u;
+    let piece_column = first_column + addend.sum % {{ per_lane }}u;
+    if (addend.sum >= {{ sums }}u || row >= params.rows || piece_column >= params.out_rows) {
+        return addend;
+    }
+    let column = params.out_begin + piece_column;
+    var projection = 0u;
+    {% for i in range(1, 4) %}
+    projection = select(projection, {{ i }}u, column >= params.site_begin[{{ i }}]);
+    {% endfor %}
+    let at = (row * params.projections + projection) * (params.max_rank / 4u + 1u);
+    let factor = u[at];
+    if (part < factor.y) {
+        let group = (column - params.site_begin[projection]) * factor.y + part;
+        let wide = factor.z == 0u;
+        let b_at = factor.x + select(group, 2u * group, wide);
+        addend.storage = factor.z;
+        addend.b = pool[b_at];
+        addend.b_more = pool[select(b_at, b_at + 1u, wide)];
+        addend.u_lo = bitcast<vec4<f32>>(u[at + 1u + 2u * part]);
+        addend.u_hi = bitcast<vec4<f32>>(u[at + 2u + 2u * part]);
+    }
+    return addend;
+}
+
+fn value_of(addend: Addend) -> f32 {
+    let wide = addend.storage == 0u;
+    let lo = select(decode_factor4(addend.b.xy, addend.storage), bitcast<vec4<f32>>(addend.b), wide);
+    let hi = select(decode_factor4(addend.b.zw, addend.storage), bitcast<vec4<f32>>(addend.b_more), wide);
+    return dot(lo, addend.u_lo) + dot(hi, addend.u_hi);
+}
+{% endif %}
+
+@compute @workgroup_size({{ lanes }})
+fn main(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    @builtin(subgroup_invocation_id) subgroup_lane: u32,
+    @builtin(subgroup_id) subgroup: u32,
+) {
+    // Rows vary first, so that tiles which read the same weights do so at about the same time.
+    let first_row = workgroup.x * {{ tile }}u;
+    let first_column = (workgroup.y * {{ subgroups }}u + subgroup) * {{ per_lane }}u;
+    if (first_row >= params.rows) {
+        return;
+    }
+    let groups = params.groups;
+    {% for i in range(tile) %}
+    let x_row{{ i }} = min(first_row + {{ i }}u, params.rows - 1u) * params.x_stride;
+    {% for j in range(per_lane) %}
+    var sum{{ i }}_{{ j }} = 0.0;
+    {% endfor %}
+    {% endfor %}
+    {% for j in range(per_lane) %}
+    let w_row{{ j }} = min(first_column + {{ j }}u, params.out_rows - 1u) * groups;
+    {% endfor %}
+
+    // Sum k is written by lane k of the subgroup, modulo its size.
+    {% set turns = (sums + depth_lanes - 1) // depth_lanes %}
+    {% for n in range(turns) %}
+    let mine{{ n }} = subgroup_lane + {{ n * depth_lanes }}u;
+    let row{{ n }} = first_row + mine{{ n }} / {{ per_lane }}u;
+    let column{{ n }} = first_column + mine{{ n }} % {{ per_lane }}u;
+    let writes{{ n }} = mine{{ n }} < {{ sums }}u && row{{ n }} < params.rows && column{{ n }} < params.out_rows;
+    let at{{ n }} = row{{ n }} * params.y_stride + params.out_begin + column{{ n }};
+    var before{{ n }} = 0.0;
+    if (writes{{ n }} && params.accumulate != 0u) {
+        before{{ n }} = y[at{{ n }}];
+    }
+    {% endfor %}
+    {% if lora %}
+    let addend = read_addend(subgroup_lane, first_row, first_column);
+    {% endif %}
+
+    // The last tile may not be full.
+    {% for height in [1, 2] if height < tile %}
+    if (first_row + {{ height }}u >= params.rows) {
+        {% with tile = height, carriers = 0, whole = false, input = "x", row = "x_row", load = "load_weight8(", storage = "" %}
+        {% include "shared/walk.wgsl" %}
+        {% endwith %}
+    } else
+    {% endfor %}
+    {
+        {% with carriers = 0, whole = false, input = "x", row = "x_row", load = "load_weight8(", storage = "" %}
+        {% include "shared/walk.wgsl" %}
+        {% endwith %}
+    }
+
+    {% if lora %}
+    var value = value_of(addend);
+    {% for i in range(tile) %}
+    {% for j in range(per_lane) %}
+    sum{{ i }}_{{ j }} = sum{{ i }}_{{ j }} + select(0.0, value, addend.sum == {{ i * per_lane + j }}u);
+    {% endfor %}
+    {% endfor %}
+    // High ranks have more of it than lanes.
+    let items = {{ sums }}u * (params.max_rank / 8u);
+    for (var item = subgroup_lane + {{ depth_lanes }}u; item < items; item = item + {{ depth_lanes }}u) {
+        let more = read_addend(item, first_row, first_column);
+        value = value_of(more);
+        {% for i in range(tile) %}
+        {% for j in range(per_lane) %}
+        sum{{ i }}_{{ j }} = sum{{ i }}_{{ j }} + select(0.0, value, more.sum == {{ i * per_lane + j }}u);
+        {% endfor %}
+        {% endfor %}
+    }
+    {% endif %}
+
+    {% for i in range(tile) %}
+    {% for j in range(per_lane) %}
+    sum{{ i }}_{{ j }} = subgroupAdd(sum{{ i }}_{{ j }});
+    {% endfor %}
+    {% endfor %}
+    {% for n in range(turns) %}
+    if (writes{{ n }}) {
+        var total = 0.0;
+        {% for i in range(tile) %}
+        {% for j in range(per_lane) %}
+        {% if (i * per_lane + j) // depth_lanes == n %}
+        total = select(total, sum{{ i }}_{{ j }}, mine{{ n }} == {{ i * per_lane + j }}u);
+        {% endif %}
+        {% endfor %}
+        {% endfor %}
+        y[at{{ n }}] = before{{ n }} + total;
+    }
+    {% endfor %}
+}
