@@ -72,9 +72,14 @@ pub struct Rope<'a> {
     pub v_cache: &'a View,
 }
 
-/// The variables on one device.
-pub fn vars(caps: &Capabilities) -> Vars {
-    vec![("lanes", caps.row_lanes.into()), ("one_subgroup", caps.one_subgroup.into())]
+/// Elements of each half of a head that registers hold at most.
+const MOST_PAIRS: u32 = 8;
+
+/// The variables on one device for heads of `head_dim` columns.
+pub fn vars(caps: &Capabilities, head_dim: usize) -> Vars {
+    let pairs = (head_dim / 2).div_ceil(caps.row_lanes as usize).next_power_of_two() as u32;
+    let pairs = if caps.along_depth && pairs <= MOST_PAIRS { pairs } else { 0 };
+    vec![("pairs", pairs.into()), ("lanes", caps.row_lanes.into()), ("one_subgroup", caps.one_subgroup.into())]
 }
 
 /// The rotary table: f32 `[positions, head_dim / 2, 2]`, computed in f64 from `theta`.
@@ -97,9 +102,9 @@ impl Rope<'_> {
     /// # Errors
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        let vars = vars(rec.gpu().capabilities());
-        let pipeline = pipeline(rec.gpu(), &ROPE, vars)?;
         let s = &self.shape;
+        let vars = vars(rec.gpu().capabilities(), s.head_dim);
+        let pipeline = pipeline(rec.gpu(), &ROPE, vars)?;
         let params = RopeParams {
             rows: self.rows as u32,
             heads: s.heads as u32,

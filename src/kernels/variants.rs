@@ -110,11 +110,13 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
     }
     all.push((&combine::COMBINE, Vars::new()));
     norms(caps, &mut all);
-    all.push((&rope::ROPE, rope::vars(caps)));
     for head_dim in HEAD_DIMS {
-        let variant = (&attention::ATTENTION, attention::vars(caps, head_dim));
-        if !all.contains(&variant) {
-            all.push(variant);
+        let rope = (&rope::ROPE, rope::vars(caps, head_dim));
+        let attention = (&attention::ATTENTION, attention::vars(caps, head_dim));
+        for variant in [rope, attention] {
+            if !all.contains(&variant) {
+                all.push(variant);
+            }
         }
     }
     if caps.split_attention {
