@@ -48,26 +48,7 @@ fn main(
     {% else %}
     let id = ids[pair];
     {% endif %}
-    let slot = token_lora_mapping[pair / params.top_k];
-    if (row == 0u && subgroup_lane == 0u) {
-        if (slot >= i32(params.slots)) {
-            atomicOr(&status[0], 2u);
-        }
-        if (id >= i32(params.experts)) {
-            atomicOr(&status[0], 4u);
-        }
-    }
-    let projection = row / params.max_rank;
-    if (projection >= params.projections) {
-        return;
-    }
-    let r = row % params.max_rank;
-    var factor = Factor(0u, 0u, 0u, 0.0);
-    if (id >= 0 && id < i32(params.experts) && slot >= 0 && slot < i32(params.slots)) {
-        factor = index[params.index_base + (u32(slot) * params.experts + u32(id)) * params.projections + projection];
-    }
-    let rank = factor.rank_type & 0xffffu;
-    let storage = storage_of(factor);
+    {% include "shared/pair_factor.wgsl" %}
     // A bias is a column of B whose element of u is the scale alone.
     let a_rows = rank - biased(factor);
     let b_groups = (rank + 7u) / 8u;

@@ -61,7 +61,7 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
     // A projection that an adapter leaves out.
     let absent = |slot: usize, _: usize, projection: usize| slot == 1 && projection == 1;
     let (site, held) = held::site(slots, 1, outs, inner, absent, &mut rng, &mut pool, &mut index);
-    let factors = Factors { pool: upload(gpu, &pool), index: upload(gpu, &index), empty: Vec::new() };
+    let factors = Factors { pools: vec![upload(gpu, &pool)], index: upload(gpu, &index), empty: Vec::new() };
     // Every slot, one that does not exist, and none.
     let mapping: Vec<i32> = (0..tokens).map(|t| ((t + 1) % (slots.len() + 2)) as i32 - 1).collect();
     let remapped = reference::remap(&vec![0; tokens], &mapping, 1, 1, slots.len(), NoAdapter::Skip);

@@ -17,6 +17,7 @@ use wgmoe::kernels::lora::{Factors, Lora, LoraSite, column_tiles};
 use wgmoe::kernels::lora_gather::LoraGather;
 use wgmoe::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
 use wgmoe::kernels::pack::{Pack, Packed};
+use wgmoe::kernels::pair_shrink::PairShrink;
 use wgmoe::plan::matrix::factor_exponent;
 use wgmoe::reference;
 use wgmoe::router::NoAdapter;
@@ -504,8 +505,12 @@ fn adapters_on_matrices_equal_the_oracle() {
 }
 
 /// A product on cooperative matrices that adds adapters, in tiles of `tile` pairs or, with one expert and `None`, dense; its
-/// weights cut into pieces of `cut` rows.
-fn check_folded(gpu: &Gpu, (case, tile, cut): &(Case, Option<usize>, Option<usize>)) -> Result<(), String> {
+/// weights cut into pieces of `cut` rows; the shrink sorts pairs or takes each `apart`.
+fn check_folded(
+    gpu: &Gpu,
+    (case, tile, cut): &(Case, Option<usize>, Option<usize>),
+    apart: bool,
+) -> Result<(), String> {
     let Prepared { mut rng, ids, virtual_ids, mapping, factors, held, site, max_rank } = prepare(gpu, case);
     // A dense product knows no ids.
     let ids = if tile.is_some() { ids } else { vec![0; ids.len()] };
@@ -522,7 +527,7 @@ fn check_folded(gpu: &Gpu, (case, tile, cut): &(Case, Option<usize>, Option<usiz
     let before = if tile.is_some() { vec![UNWRITTEN_F32; rows * y_stride] } else { rng.floats(rows * y_stride) };
     let y = Output::of(gpu, &before, UNWRITTEN_F32);
     let (x_view, ids_view, virtual_view) = (upload(gpu, &x), upload(gpu, &ids), upload(gpu, &virtual_ids));
-    let mapping_view = upload(gpu, &mapping);
+    let (mapping_view, status) = (upload(gpu, &mapping), upload(gpu, &[0u32]));
     let (aligned, packed) = run(gpu, |rec, pass| {
         // 0x7fff is a NaN of f16, too: what the shrink leaves unwritten must not be added.
         let words = pairs * projections * max_rank / 2;
@@ -552,20 +557,42 @@ fn check_folded(gpu: &Gpu, (case, tile, cut): &(Case, Option<usize>, Option<usiz
         };
         let packed = Packed::scratch(rec, "packed", case.tokens, inner)?;
         Pack { x: &x_view, packed: &packed }.record(rec, pass)?;
-        LoraShrinkMatrix {
-            rows: pairs,
-            row_div,
-            aligned: &tiles,
-            buckets,
-            max_rank,
-            w_scale: 1.0,
-            site: &site,
-            factors: &factors,
-            x: &packed,
-            folded: true,
-            u: &u,
-        }
-        .record(rec, pass)?;
+        let u = if apart {
+            let (ids, status) = (tile.map(|_| &ids_view), &status);
+            let (x, rows, token_lora_mapping, site, factors) = (&packed.view, pairs, &mapping_view, &site, &factors);
+            let top_k = case.top_k;
+            PairShrink {
+                rows,
+                row_div,
+                top_k,
+                experts,
+                slots,
+                max_rank,
+                site,
+                factors,
+                x,
+                ids,
+                token_lora_mapping,
+                status,
+            }
+            .record_packed(rec, pass)?
+        } else {
+            LoraShrinkMatrix {
+                rows: pairs,
+                row_div,
+                aligned: &tiles,
+                buckets,
+                max_rank,
+                w_scale: 1.0,
+                site: &site,
+                factors: &factors,
+                x: &packed,
+                folded: true,
+                u: &u,
+            }
+            .record(rec, pass)?;
+            u
+        };
         let (token_lora_mapping, site, factors, top_k) = (&mapping_view, &site, &factors, case.top_k);
         let folded = Folded { u, max_rank, token_lora_mapping, top_k, slots, experts, site, factors };
         let select = aligned.as_ref().map_or(Rows::Dense, Rows::Tiles);
@@ -639,6 +666,7 @@ fn products_on_matrices_add_adapters_as_the_oracle_does() {
         add(Case { size: [5.0, 0.01], ..case() }, None);
     }
     for gpu in device::every_tier().into_iter().filter(|gpu| gpu.capabilities().matrix) {
-        each_case(&cases, |case| check_folded(&gpu, case));
+        each_case(&cases, |case| check_folded(&gpu, case, false));
+        each_case(&cases, |case| check_folded(&gpu, case, true));
     }
 }

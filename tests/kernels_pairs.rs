@@ -69,8 +69,7 @@ fn site(
     let (outs, inner) = if down { (vec![case.hidden], case.width) } else { (vec![case.width; 2], case.hidden) };
     let absent =
         |slot: usize, expert: usize, projection: usize| slot == 1 && (expert == 1 || expert == 2 && projection == 1);
-    let (site, held) =
-        held::site(case.slots, case.experts, &outs, inner, absent, rng, pool, index);
+    let (site, held) = held::site(case.slots, case.experts, &outs, inner, absent, rng, pool, index);
     (LoraSite { ordinal: usize::from(down), ..site }, held)
 }
 

@@ -42,7 +42,7 @@ fn params_of(stem: &str) -> Layout {
         "lora_expand_tiles" => layout::<lora_matrix::LoraExpandTilesParams>(),
         "lora_expand" => layout::<lora::LoraExpandParams>(),
         "lora_gather" => layout::<lora_gather::LoraGatherParams>(),
-        "pair_shrink" => layout::<pair_shrink::PairShrinkParams>(),
+        "pair_shrink" | "pair_shrink_packed" => layout::<pair_shrink::PairShrinkParams>(),
         "pair_gemm" => layout::<pair_gemm::PairGemmParams>(),
         "dense_gemm" => layout::<dense_gemm::DenseGemmParams>(),
         "down_combine" => layout::<down_combine::DownCombineParams>(),
@@ -183,8 +183,9 @@ fn every_variant_validates_and_agrees_with_its_host_file() {
 }
 
 /// Shaders of the matrix tier alone.
-const MATRIX_TIER: [&str; 8] = [
+const MATRIX_TIER: [&str; 9] = [
     "pack",
+    "pair_shrink_packed",
     "expert_gemm_matrix",
     "lora_shrink_matrix",
     "lora_expand_tiles",

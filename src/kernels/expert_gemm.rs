@@ -202,13 +202,25 @@ impl Weights {
     }
 }
 
+/// How a dense product of `rows` rows is cut on cooperative matrices; `None` where it does not run on them.
+pub(crate) fn dense_on_matrices(
+    caps: &Capabilities,
+    rows: usize,
+    weights: &Weights,
+    exact: bool,
+) -> Option<MatrixTile> {
+    let possible = caps.matrix && weights.exponent.get().is_some() && (!exact || rows >= matrix::EXACT_ROWS);
+    matrix::dense(rows, weights.out_dim).filter(|_| possible)
+}
+
 impl ExpertGemm<'_> {
     /// Records the stage: one dispatch for each piece of the weights.
     ///
     /// # Errors
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        if self.on_matrices(rec.gpu().capabilities()) {
+        let dense = matches!(self.select, Rows::Dense);
+        if dense && dense_on_matrices(rec.gpu().capabilities(), self.rows, self.weights, self.exact).is_some() {
             return self.record_matrix(rec, pass);
         }
         let tile = match self.select {
@@ -242,13 +254,6 @@ impl ExpertGemm<'_> {
             rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &[self.x, view, ids, self.y], &grid);
         }
         Ok(())
-    }
-
-    fn on_matrices(&self, caps: &Capabilities) -> bool {
-        let many = matches!(self.select, Rows::Dense)
-            && matrix::dense(self.rows, self.weights.out_dim).is_some()
-            && (!self.exact || self.rows >= matrix::EXACT_ROWS);
-        caps.matrix && many && self.weights.exponent.get().is_some()
     }
 
     /// The same product on cooperative matrices, with rows packed for it.

@@ -1,15 +1,18 @@
 //! The first half of the adapters of few pairs, or of few whole tokens, one by one.
 
 use crate::error::Result;
-use crate::kernels::linker::{Kernel, Vars, pipeline};
+use crate::kernels::linker::{Kernel, Pipeline, Vars, pipeline};
 use crate::kernels::lora::{Factors, LoraSite};
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;
+use crate::plan::matrix::{EDGE, LIFT};
 use crate::plan::rows;
 
 /// The shader.
 pub static PAIR_SHRINK: Kernel = Kernel { stem: "pair_shrink", reads: 5, writes: 2 };
+/// The shader for packed rows.
+pub static PAIR_SHRINK_PACKED: Kernel = Kernel { stem: "pair_shrink_packed", reads: 5, writes: 2 };
 
 params! {
     /// Sizes of one shrink.
@@ -92,6 +95,17 @@ pub fn vars(caps: &Capabilities, dense: bool, in_dim: usize) -> Vars {
     ]
 }
 
+/// The variables of the shader for packed rows.
+pub fn packed_vars(caps: &Capabilities, dense: bool, in_dim: usize) -> Vars {
+    vec![
+        ("dense", dense.into()),
+        ("steps", rows::steps(caps, in_dim).into()),
+        ("lanes", (rows::SUBGROUPS * caps.row_lanes).into()),
+        ("depth_lanes", caps.row_lanes.into()),
+        ("lift", LIFT.into()),
+    ]
+}
+
 impl PairShrink<'_> {
     /// Records the stage.
     ///
@@ -103,10 +117,40 @@ impl PairShrink<'_> {
         let u = rec.scratch("lora u", (self.rows * projections * (max_rank + 4) * 4) as u64)?;
         let vars = vars(rec.gpu().capabilities(), self.ids.is_none(), self.site.in_dim);
         let pipeline = pipeline(rec.gpu(), &PAIR_SHRINK, vars)?;
+        self.dispatch(rec, pass, &pipeline, &u, max_rank, [self.site.in_dim / 4, 1]);
+        Ok(Shrunk { u, max_rank, pool: self.factors.pool(self.site).clone() })
+    }
+
+    /// Records the stage for rows that are packed, `[rows / row_div, in]` in the place of x. Returns u for a product that adds it:
+    /// f16 `[P, projections, max_rank]`, with the rows' powers of two and divided by 2^[`LIFT`]. No factor has a bias.
+    ///
+    /// # Errors
+    /// When the device refuses the shader or has no room for u.
+    pub fn record_packed(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<View> {
+        let max_rank = self.max_rank.next_multiple_of(EDGE as usize);
+        let u = rec.scratch("lora u", (self.rows * self.site.out_dims.len() * max_rank * 2) as u64)?;
+        let vars = packed_vars(rec.gpu().capabilities(), self.ids.is_none(), self.site.in_dim);
+        let pipeline = pipeline(rec.gpu(), &PAIR_SHRINK_PACKED, vars)?;
+        self.dispatch(rec, pass, &pipeline, &u, max_rank, [self.site.in_dim / 8, 2]);
+        Ok(u)
+    }
+
+    /// A dispatch that writes `u` with room for `max_rank`, for rows of x of `x_stride` words and `per_subgroup` rows of A a
+    /// subgroup.
+    fn dispatch(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        pipeline: &Pipeline,
+        u: &View,
+        max_rank: usize,
+        [x_stride, per_subgroup]: [usize; 2],
+    ) {
+        let projections = self.site.out_dims.len();
         let params = PairShrinkParams {
             rows: self.rows as u32,
             row_div: self.row_div as u32,
-            x_stride: (self.site.in_dim / 4) as u32,
+            x_stride: x_stride as u32,
             groups: (self.site.in_dim / 8) as u32,
             index_base: self.site.index_base as u32,
             projections: projections as u32,
@@ -118,10 +162,9 @@ impl PairShrink<'_> {
             pad1: 0,
         };
         let (pool, index) = (self.factors.pool(self.site), &self.factors.index);
-        let buffers = [self.x, pool, index, self.ids.unwrap_or(self.x), self.token_lora_mapping, &u, self.status];
-        let row_tiles = (projections * max_rank).div_ceil(rows::SUBGROUPS as usize);
+        let buffers = [self.x, pool, index, self.ids.unwrap_or(self.x), self.token_lora_mapping, u, self.status];
+        let row_tiles = (projections * max_rank).div_ceil(rows::SUBGROUPS as usize * per_subgroup);
         let grid = Grid::Direct([self.rows as u32, row_tiles as u32, 1]);
-        rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
-        Ok(Shrunk { u, max_rank, pool: pool.clone() })
+        rec.dispatch(pass, pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
     }
 }

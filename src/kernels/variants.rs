@@ -234,6 +234,12 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
             }
         }
     }
+    if caps.along_depth {
+        let lanes = caps.row_lanes as usize;
+        for (dense, in_dim) in [false, true].into_iter().flat_map(|d| [(d, 3 * 8 * lanes), (d, 4 * 8 * lanes)]) {
+            all.push((&pair_shrink::PAIR_SHRINK_PACKED, pair_shrink::packed_vars(caps, dense, in_dim)));
+        }
+    }
     for kind in ACTIVATIONS {
         all.push((&activation::ACTIVATION_PACK, activation::pack_vars(kind)));
     }

@@ -4,11 +4,12 @@ use crate::adapter::pool::AdapterPool;
 use crate::error::Result;
 use crate::kernels::align::{Align, Aligned};
 use crate::kernels::dense_gemm;
-use crate::kernels::expert_gemm::Rows;
+use crate::kernels::expert_gemm::{Rows, Weights};
 use crate::kernels::lora::{self, Factors, Lora, LoraSite};
 use crate::kernels::lora_gather::LoraGather;
+use crate::kernels::lora_matrix;
 use crate::kernels::{Recording, View};
-use crate::plan::rows;
+use crate::plan::{matrix, rows};
 
 /// The adapters of a batch, the same for every layer.
 #[derive(Debug, Clone)]
@@ -25,6 +26,8 @@ pub struct LoraBatch {
     pub folds: bool,
     /// Tokens sorted by slot, where there are enough of them.
     pub aligned: Option<Aligned>,
+    /// The same in tiles for cooperative matrices.
+    pub matrix_aligned: Option<Aligned>,
 }
 
 impl LoraBatch {
@@ -39,6 +42,7 @@ impl LoraBatch {
             max_rank: max_rank.next_multiple_of(8),
             folds: slots.iter().all(|s| pool.folds(*s)),
             aligned: None,
+            matrix_aligned: None,
         })
     }
 
@@ -58,19 +62,30 @@ impl LoraBatch {
         if dense_gemm::few(&caps, tokens) {
             return Ok(self);
         }
-        let Some(tile) = rows::adapter_tile(&caps, tokens, self.adapters) else { return Ok(self) };
-        let columns: Vec<u32> = sites.flat_map(|s| lora::column_tiles(&caps, s, self.max_rank, tile)).collect();
-        let align = Align {
-            pairs: tokens,
-            buckets: self.slots,
-            tile,
-            label: "adapter tiles",
-            work_label: "align work",
-            ids: &self.token_lora_mapping,
-            columns: &columns,
+        let sites: Vec<&LoraSite> = sites.collect();
+        let (slots, ids) = (self.slots, self.token_lora_mapping.clone());
+        let align = |tile: usize, label: &'static str, columns: &[u32], rec: &mut Recording, pass: &mut _| {
+            let (pairs, buckets, work_label, ids) = (tokens, slots, "align work", &ids);
+            Align { pairs, buckets, tile, label, work_label, ids, columns }.record(rec, pass)
         };
-        self.aligned = Some(align.record(rec, pass)?);
+        if caps.matrix && self.folds && !rows::tokens_apart(&caps, tokens) {
+            let columns: Vec<u32> = sites.iter().flat_map(|s| lora_matrix::column_tiles(s, self.max_rank)).collect();
+            self.matrix_aligned = Some(align(lora_matrix::TILE, "adapter matrix tiles", &columns, rec, pass)?);
+        }
+        if let Some(tile) = rows::adapter_tile(&caps, tokens, self.adapters) {
+            let columns = sites.iter().flat_map(|s| lora::column_tiles(&caps, s, self.max_rank, tile));
+            self.aligned = Some(align(tile, "adapter tiles", &columns.collect::<Vec<u32>>(), rec, pass)?);
+        }
         Ok(self)
+    }
+
+    /// Whether a product on cooperative matrices with `weights` in tiles of `tile` rows adds these adapters itself: their factors
+    /// keep within the range of f16, and what a tile meets of them is not long beside a row of the weights.
+    pub(super) fn folded(&self, weights: &Weights, tile: usize) -> bool {
+        weights.exponent.get() == Some(0)
+            && self.folds
+            && self.slots <= matrix::FOLDED_SLOTS
+            && matrix::folds(self.adapters.min(tile), self.max_rank, weights.in_dim)
     }
 
     /// Records the adapters of a site that works on whole tokens, after its product.

@@ -2,11 +2,16 @@
 
 use crate::error::Result;
 use crate::kernels::dense_gemm::{Cut, DenseGemm};
-use crate::kernels::expert_gemm::{ExpertGemm, Rows, Weights};
+use crate::kernels::expert_gemm::{ExpertGemm, Rows, Weights, dense_on_matrices};
+use crate::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Folded};
 use crate::kernels::lora::{Factors, LoraSite};
+use crate::kernels::lora_matrix::LoraShrinkMatrix;
+use crate::kernels::pack::{Pack, Packed};
 use crate::kernels::pair_shrink::PairShrink;
 use crate::kernels::{Recording, View};
 use crate::layer::LoraBatch;
+use crate::plan::matrix::EDGE;
+use crate::plan::rows;
 
 /// Semantics: `y[t] (+)= W · x[t]`, and what the adapter of token t changes at the site.
 pub struct Dense<'a> {
@@ -29,8 +34,8 @@ pub struct Dense<'a> {
 }
 
 impl Dense<'_> {
-    /// Records the product and the adapters: two stages at most where rows are few and a subgroup reads a row of the weights
-    /// together, else the product alone and both halves of the adapters.
+    /// Records the product and the adapters: a shrink and a product that adds the rest where rows are few and a subgroup reads a
+    /// row of the weights together, or on cooperative matrices; else the product alone and both halves of the adapters.
     ///
     /// # Errors
     /// When the device refuses a shader or has no room for scratch.
@@ -38,7 +43,15 @@ impl Dense<'_> {
         let Self { tokens, x, weights, y, accumulate, exact, .. } = *self;
         let Weights { out_dim, in_dim, .. } = *weights;
         let adapters = self.adapters.filter(|(batch, site, factors)| batch.max_rank > 0 && factors.any(site));
-        let cut = Cut::of(rec.gpu().capabilities(), tokens, out_dim, in_dim).filter(|_| !exact);
+        let caps = rec.gpu().capabilities().clone();
+        let cut = Cut::of(&caps, tokens, out_dim, in_dim).filter(|_| !exact);
+        if let (None, Some(tile), Some(adapters)) = (cut, dense_on_matrices(&caps, tokens, weights, false), adapters)
+            && !exact
+            && adapters.0.folded(weights, tile.height as usize)
+            && (rows::tokens_apart(&caps, tokens) || adapters.0.matrix_aligned.is_some())
+        {
+            return self.record_folded(rec, pass, adapters);
+        }
         let Some(cut) = cut else {
             let (rows, row_div, select, y_stride) = (tokens, 1, Rows::Dense, out_dim);
             ExpertGemm { rows, row_div, select, x, weights, y, y_stride, accumulate, exact }.record(rec, pass)?;
@@ -47,25 +60,69 @@ impl Dense<'_> {
         };
         let shrunk = match adapters {
             None => None,
-            Some((batch, site, factors)) => {
-                let shrink = PairShrink {
-                    rows: tokens,
-                    row_div: 1,
-                    top_k: 1,
-                    experts: 1,
-                    slots: batch.slots,
-                    max_rank: batch.max_rank,
-                    site,
-                    factors,
-                    x,
-                    ids: None,
-                    token_lora_mapping: &batch.token_lora_mapping,
-                    status: self.status,
-                };
-                Some((shrink.record(rec, pass)?, site))
-            }
+            Some(adapters) => Some((self.shrink(adapters, x).record(rec, pass)?, adapters.1)),
         };
         let adapters = shrunk.as_ref().map(|(shrunk, site)| (shrunk, *site));
         DenseGemm { rows: tokens, cut, x, weights, adapters, y, accumulate }.record(rec, pass)
+    }
+
+    /// The first half of the adapters of tokens one by one.
+    fn shrink<'b>(&'b self, adapters: (&'b LoraBatch, &'b LoraSite, &'b Factors), x: &'b View) -> PairShrink<'b> {
+        let (batch, site, factors) = adapters;
+        PairShrink {
+            rows: self.tokens,
+            row_div: 1,
+            top_k: 1,
+            experts: 1,
+            slots: batch.slots,
+            max_rank: batch.max_rank,
+            site,
+            factors,
+            x,
+            ids: None,
+            token_lora_mapping: &batch.token_lora_mapping,
+            status: self.status,
+        }
+    }
+
+    /// A product on cooperative matrices that adds the adapters.
+    fn record_folded(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        adapters: (&LoraBatch, &LoraSite, &Factors),
+    ) -> Result<()> {
+        let (batch, site, factors) = adapters;
+        let Weights { out_dim, in_dim, .. } = *self.weights;
+        let packed = Packed::scratch(rec, "packed", self.tokens, in_dim)?;
+        Pack { x: self.x, packed: &packed }.record(rec, pass)?;
+        let (rows, row_div, max_rank) = (self.tokens, 1, batch.max_rank.next_multiple_of(EDGE as usize));
+        let u = match &batch.matrix_aligned {
+            None => self.shrink(adapters, &packed.view).record_packed(rec, pass)?,
+            Some(aligned) => {
+                let u = rec.scratch("lora u", (rows * site.out_dims.len() * max_rank * 2) as u64)?;
+                let (buckets, w_scale, x, folded) = (batch.slots, 1.0, &packed, true);
+                let shrink = LoraShrinkMatrix {
+                    rows,
+                    row_div,
+                    aligned,
+                    buckets,
+                    max_rank,
+                    w_scale,
+                    site,
+                    factors,
+                    x,
+                    folded,
+                    u: &u,
+                };
+                shrink.record(rec, pass)?;
+                u
+            }
+        };
+        let (token_lora_mapping, top_k, slots, experts) = (&batch.token_lora_mapping, 1, batch.slots, 1);
+        let folded = Folded { u, max_rank, token_lora_mapping, top_k, slots, experts, site, factors };
+        let (select, x, weights, y, y_stride) = (Rows::Dense, &packed, self.weights, self.y, out_dim);
+        let (accumulate, adapters) = (self.accumulate, Some(&folded));
+        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, adapters }.record(rec, pass)
     }
 }

@@ -1,6 +1,7 @@
 //! The experts of many tokens on cooperative matrices: tiles of pairs, both operands of a product packed as f16 where they
 //! are made, and products that stay in the order of the tiles until the next stage reads them.
 
+use crate::adapter::sites::LayerSites;
 use crate::error::Result;
 use crate::kernels::activation::ActivatePack;
 use crate::kernels::align::{Align, Aligned};
@@ -10,10 +11,12 @@ use crate::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Folded};
 use crate::kernels::lora::LoraSite;
 use crate::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
 use crate::kernels::pack::{Pack, Packed};
+use crate::kernels::pair_shrink::PairShrink;
 use crate::kernels::{Recording, View};
-use crate::layer::{MoeLayer, MoeTensors, Routed};
+use crate::layer::{LoraBatch, MoeLayer, MoeTensors, Routed};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::matrix::{self, EDGE};
+use crate::plan::rows;
 use crate::shape::{MoeShape, align_capacity};
 
 /// A product to record: rows of x in the tiles of their experts meet the weights, and the adapters of a site are added.
@@ -23,8 +26,12 @@ struct Product<'a> {
     x: &'a Packed,
     /// Pairs that share a row of x.
     row_div: usize,
-    /// `None` where none changes it.
-    adapters: Option<(&'a Aligned, &'a LoraSite)>,
+    /// Where adapters change it.
+    site: Option<&'a LoraSite>,
+    /// i32 `[P]`, this rank's.
+    ids: &'a View,
+    /// Tiles of pairs that share expert and adapter, where they are needed.
+    tiles: Option<&'a Aligned>,
     label: &'static str,
 }
 
@@ -68,21 +75,32 @@ impl MoeLayer {
         let caps = rec.gpu().capabilities().clone();
         let pairs = t.tokens * a;
 
-        let adapters = self.adapter_tiles(rec, pass, t, ids)?;
+        let sorted = |site: &LoraSite, w: &Weights| t.adapts(site) && !(self.apart(&caps, t) && self.folds(t, w, tile));
+        let tiles = match t.lora {
+            Some((batch, sites, _)) if sorted(&sites.gate_up, &self.gate_up) || sorted(&sites.down, &self.down) => {
+                Some(self.adapter_tiles(rec, pass, t, ids, batch, sites)?)
+            }
+            // Nothing is shrunk, which would leave the status.
+            Some((batch, ..)) if !t.adapts_experts() => {
+                self.remap(rec, pass, t, ids, batch)?;
+                None
+            }
+            _ => None,
+        };
         let columns: Vec<u32> = self.gate_up.columns(&caps, tile).chain(self.down.columns(&caps, tile)).collect();
         let (label, work_label, buckets) = ("expert tiles", "align work", self.experts);
         let aligned = Align { pairs, buckets, tile, label, work_label, ids, columns: &columns }.record(rec, pass)?;
 
         let x = Packed::scratch(rec, "packed x", t.tokens, d)?;
         Pack { x: t.x, packed: &x }.record(rec, pass)?;
-        let with = |down: bool| {
+        let adapters = |down: bool| {
             let (_, sites, _) = t.lora?;
-            let site = if down { &sites.down } else { &sites.gate_up };
-            adapters.as_ref().filter(|_| t.adapts(site)).map(|tiles| (tiles, site))
+            Some(if down { &sites.down } else { &sites.gate_up }).filter(|site| t.adapts(site))
         };
-        let (aligned, row_div, label) = (&aligned, a, "gate_up");
-        let product = Product { aligned, weights: &self.gate_up, x: &x, row_div, adapters: with(false), label };
-        let gate_up = self.product(rec, pass, t, &product)?;
+        let (aligned, row_div, tiles) = (&aligned, a, tiles.as_ref());
+        let (weights, site, label) = (&self.gate_up, adapters(false), "gate_up");
+        let gate_up =
+            self.product(rec, pass, t, &Product { aligned, weights, x: &x, row_div, site, ids, tiles, label })?;
 
         let h = Packed::scratch(rec, "packed h", pairs, self.width)?;
         ActivatePack {
@@ -99,9 +117,9 @@ impl MoeLayer {
         }
         .record(rec, pass)?;
 
-        let (row_div, label) = (1, "expert y");
-        let product = Product { aligned, weights: &self.down, x: &h, row_div, adapters: with(true), label };
-        let y = self.product(rec, pass, t, &product)?;
+        let (weights, site, label) = (&self.down, adapters(true), "expert y");
+        let y =
+            self.product(rec, pass, t, &Product { aligned, weights, x: &h, row_div: 1, site, ids, tiles, label })?;
         CombineTiles {
             tokens: t.tokens,
             top_k: a,
@@ -119,19 +137,29 @@ impl MoeLayer {
         .record(rec, pass)
     }
 
-    /// Tiles of pairs that share expert and adapter; `None` without adapters.
+    /// Whether the pairs of `t` hardly share factors of adapters.
+    fn apart(&self, caps: &Capabilities, t: &MoeTensors<'_>) -> bool {
+        let buckets = |batch: &LoraBatch| self.experts * batch.adapters;
+        t.lora.is_some_and(|(batch, ..)| rows::apart(caps, t.tokens * self.shape.top_k, buckets(batch)))
+    }
+
+    /// Whether a product with `weights` in tiles of `tile` pairs adds the adapters itself: their factors keep within f16 and are
+    /// not long beside a row of weights.
+    fn folds(&self, t: &MoeTensors<'_>, weights: &Weights, tile: usize) -> bool {
+        t.lora.is_some_and(|(batch, ..)| batch.folded(weights, tile))
+    }
+
+    /// Tiles of pairs that share expert and adapter.
     fn adapter_tiles(
         &self,
         rec: &mut Recording,
         pass: &mut wgpu::ComputePass<'_>,
         t: &MoeTensors<'_>,
         ids: &View,
-    ) -> Result<Option<Aligned>> {
-        let Some((batch, sites, _)) = t.lora else { return Ok(None) };
+        batch: &LoraBatch,
+        sites: &LayerSites,
+    ) -> Result<Aligned> {
         let virtual_topk_ids = self.remap(rec, pass, t, ids, batch)?;
-        if !t.adapts_experts() {
-            return Ok(None);
-        }
         let columns: Vec<u32> = [&sites.gate_up, &sites.down]
             .into_iter()
             .flat_map(|s| lora_matrix::column_tiles(s, batch.max_rank))
@@ -145,11 +173,11 @@ impl MoeLayer {
             ids: &virtual_topk_ids,
             columns: &columns,
         };
-        align.record(rec, pass).map(Some)
+        align.record(rec, pass)
     }
 
-    /// Records a product. It adds the adapters itself where their factors allow it and are not long beside a row of weights;
-    /// else they are added to what it wrote, in f32.
+    /// Records a product. It adds the adapters itself where it can ([`LoraBatch::folded`]); else they are added to what it wrote,
+    /// in f32.
     fn product(
         &self,
         rec: &mut Recording,
@@ -166,42 +194,66 @@ impl MoeLayer {
             let (select, accumulate, y) = (Rows::Tiles(aligned), false, &y);
             ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, adapters }.record(rec, pass)
         };
-        if let (Some((tiles, site)), Some((batch, _, factors))) = (product.adapters, t.lora) {
-            let (slots, experts) = (batch.slots, self.experts);
-            let folded = exponent == 0
-                && batch.folds
-                && slots <= matrix::FOLDED_SLOTS
-                && matrix::folds(batch.adapters.min(aligned.tile), batch.max_rank, weights.in_dim);
-            let max_rank = batch.max_rank.next_multiple_of(if folded { EDGE as usize } else { 8 });
-            let u_bytes = rows * site.out_dims.len() * max_rank * if folded { 2 } else { 4 };
-            let u = rec.scratch("lora u", u_bytes as u64)?;
-            let (buckets, w_scale) = (slots * experts, 2f32.powi(exponent));
-            LoraShrinkMatrix {
-                rows,
-                row_div,
-                aligned: tiles,
-                buckets,
-                max_rank,
-                w_scale,
-                site,
-                factors,
-                x,
-                folded,
-                u: &u,
+        let (Some(site), Some((batch, _, factors))) = (product.site, t.lora) else {
+            matrix(rec, pass, None)?;
+            return Ok(Products { y, y_stride, w_unscale: 2f32.powi(-exponent) });
+        };
+        let (slots, experts, top_k, folded) =
+            (batch.slots, self.experts, self.shape.top_k, batch.folded(weights, aligned.tile));
+        let token_lora_mapping = &batch.token_lora_mapping;
+        let max_rank = batch.max_rank.next_multiple_of(if folded { EDGE as usize } else { 8 });
+        let u = match product.tiles {
+            None => {
+                let (max_rank, x, ids, status) = (batch.max_rank, &x.view, Some(product.ids), t.status);
+                PairShrink {
+                    rows,
+                    row_div,
+                    top_k,
+                    experts,
+                    slots,
+                    max_rank,
+                    site,
+                    factors,
+                    x,
+                    ids,
+                    token_lora_mapping,
+                    status,
+                }
+                .record_packed(rec, pass)?
             }
-            .record(rec, pass)?;
-            if folded {
-                let (token_lora_mapping, top_k) = (&batch.token_lora_mapping, self.shape.top_k);
-                let folded = Folded { u, max_rank, token_lora_mapping, top_k, slots, experts, site, factors };
-                matrix(rec, pass, Some(&folded))?;
-            } else {
+            Some(aligned) => {
+                let u_bytes = rows * site.out_dims.len() * max_rank * if folded { 2 } else { 4 };
+                let u = rec.scratch("lora u", u_bytes as u64)?;
+                let (buckets, w_scale) = (slots * experts, 2f32.powi(exponent));
+                LoraShrinkMatrix {
+                    rows,
+                    row_div,
+                    aligned,
+                    buckets,
+                    max_rank,
+                    w_scale,
+                    site,
+                    factors,
+                    x,
+                    folded,
+                    u: &u,
+                }
+                .record(rec, pass)?;
+                u
+            }
+        };
+        match product.tiles {
+            Some(tiles) if !folded => {
                 matrix(rec, pass, None)?;
-                let (u, places, y, aligned) = (&u, aligned, &y, tiles);
+                let (u, places, y, aligned, buckets) = (&u, aligned, &y, tiles, slots * experts);
                 LoraExpandTiles { rows, aligned, buckets, max_rank, site, factors, u, places, y, y_stride }
                     .record(rec, pass)?;
             }
-        } else {
-            matrix(rec, pass, None)?;
+            _ => matrix(
+                rec,
+                pass,
+                Some(&Folded { u, max_rank, token_lora_mapping, top_k, slots, experts, site, factors }),
+            )?,
         }
         Ok(Products { y, y_stride, w_unscale: 2f32.powi(-exponent) })
     }

@@ -75,6 +75,26 @@ impl LongRow {
     }
 }
 
+/// Whether pairs are so few for the factors of `buckets` experts and adapters that sorting them, so that they share what is read,
+/// would not pay.
+pub fn apart(caps: &Capabilities, pairs: usize, buckets: usize) -> bool {
+    caps.along_depth && pairs <= (APART * buckets).min(MOST_APART)
+}
+
+/// The same for whole tokens, whose adapters have few factors: those stay near, and sorting must save more than reading.
+pub fn tokens_apart(caps: &Capabilities, tokens: usize) -> bool {
+    caps.along_depth && tokens <= TOKENS_APART
+}
+
+/// Tokens that are read for one by one at most.
+const TOKENS_APART: usize = 256;
+
+/// Pairs of an expert and adapter that are read for one by one at most.
+const APART: usize = 3;
+
+/// A dispatch has a row of workgroups for each of them.
+const MOST_APART: usize = 65_535;
+
 /// Subgroups of a workgroup whose lanes lie along the depth.
 pub const SUBGROUPS: u32 = 4;
 

@@ -296,6 +296,7 @@ impl Bench<'_> {
                 max_rank: used.iter().copied().max().unwrap_or(0).next_multiple_of(8),
                 folds: (0..adapters).all(|slot| self.layer.pool.folds(slot)),
                 aligned: None,
+                matrix_aligned: None,
             };
             rec.reset();
             if let Some((times, run)) = times.filter(|_| profile) {
