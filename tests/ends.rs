@@ -167,7 +167,7 @@ fn adapters_of_embedding_and_head_equal_merged_weights_alone_and_mixed() {
         })
         .collect();
     let mut failures = Vec::new();
-    for gpu in device::every_tier() {
+    for gpu in device::every_way_to_decode() {
         for tied in [false, true] {
             let base = Weights::open(tied);
             let mut mixed = engine(&gpu, base.folder(tied).path(), EngineOptions::default());

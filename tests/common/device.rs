@@ -87,3 +87,11 @@ pub fn every_variant() -> Vec<Gpu> {
 pub fn every_along_depth() -> Vec<Gpu> {
     every_variant().into_iter().filter(|gpu| gpu.capabilities().along_depth).collect()
 }
+
+/// Every tier, and the devices of [`every_along_depth`] that are none of them: all that take a step of few rows their own way.
+pub fn every_way_to_decode() -> Vec<Gpu> {
+    let mut all = every_tier();
+    let known: Vec<Capabilities> = all.iter().map(|gpu| gpu.capabilities().clone()).collect();
+    all.extend(every_along_depth().into_iter().filter(|gpu| !known.contains(gpu.capabilities())));
+    all
+}
