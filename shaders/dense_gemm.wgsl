@@ -88,10 +88,10 @@ fn main(
     let row{{ n }} = first_row + mine{{ n }} / {{ per_lane }}u;
     let column{{ n }} = first_column + mine{{ n }} % {{ per_lane }}u;
     let writes{{ n }} = mine{{ n }} < {{ sums }}u && row{{ n }} < params.rows && column{{ n }} < params.out_rows;
-    let at{{ n }} = row{{ n }} * params.y_stride + params.out_begin + column{{ n }};
+    let y_at{{ n }} = row{{ n }} * params.y_stride + params.out_begin + column{{ n }};
     var before{{ n }} = 0.0;
     if (writes{{ n }} && params.accumulate != 0u) {
-        before{{ n }} = y[at{{ n }}];
+        before{{ n }} = y[y_at{{ n }}];
     }
     {% endfor %}
     {% if lora %}
@@ -143,7 +143,7 @@ fn main(
         {% endif %}
         {% endfor %}
         {% endfor %}
-        y[at{{ n }}] = before{{ n }} + total;
+        y[y_at{{ n }}] = before{{ n }} + total;
     }
     {% endfor %}
 }
