@@ -36,7 +36,7 @@ fn main(@builtin(local_invocation_index) lane: u32) {
         {% endfor %}
         {% for v in range(most // lanes) %}
         {% for i in range(16) %}
-        rank{{ v }} = rank{{ v }} + one(bucket_at{{ i }} == bucket{{ v }} && begin + {{ i }}u < pair{{ v }});
+        rank{{ v }} = rank{{ v }} + one((bucket_at{{ i }} == bucket{{ v }}) & (begin + {{ i }}u < pair{{ v }}));
         {% endfor %}
         {% endfor %}
     }

@@ -37,16 +37,26 @@ struct DenseGemmParams {
 {% set subgroups = lanes // depth_lanes %}
 {% if lora %}
 {% include "shared/factors.wgsl" %}
-{% include "shared/addend.wgsl" %}
 
-// Item `item` of a subgroup: a group of B for one of its sums.
+// What an adapter adds to sum `sum` of a subgroup by one group of eight columns of B, as it was read.
+struct Addend {
+    sum: u32,
+    storage: u32,
+    b: vec4<u32>,
+    // The second half of a group in f32.
+    b_more: vec4<u32>,
+    u_lo: vec4<f32>,
+    u_hi: vec4<f32>,
+}
+
 fn read_addend(item: u32, first_row: u32, first_column: u32) -> Addend {
     let parts = params.max_rank / 8u;
-    let sum = item / parts;
-    let row = first_row + sum / {{ per_lane }}u;
-    let piece_column = first_column + sum % {{ per_lane }}u;
-    if (sum >= {{ sums }}u || row >= params.rows || piece_column >= params.out_rows) {
-        return no_addend(sum);
+    let part = item % parts;
+    var addend = Addend(item / parts, 0u, vec4<u32>(), vec4<u32>(), vec4<f32>(), vec4<f32>());
+    let row = first_row + addend.sum / {{ per_lane }}u;
+    let piece_column = first_column + addend.sum % {{ per_lane }}u;
+    if (addend.sum >= {{ sums }}u || row >= params.rows || piece_column >= params.out_rows) {
+        return addend;
     }
     let column = params.out_begin + piece_column;
     var projection = 0u;
@@ -54,7 +64,25 @@ fn read_addend(item: u32, first_row: u32, first_column: u32) -> Addend {
     projection = select(projection, {{ i }}u, column >= params.site_begin[{{ i }}]);
     {% endfor %}
     let at = (row * params.projections + projection) * (params.max_rank / 4u + 1u);
-    return read_group(sum, at, column - params.site_begin[projection], item % parts);
+    let factor = u[at];
+    if (part < factor.y) {
+        let group = (column - params.site_begin[projection]) * factor.y + part;
+        let wide = factor.z == 0u;
+        let b_at = factor.x + select(group, 2u * group, wide);
+        addend.storage = factor.z;
+        addend.b = pool[b_at];
+        addend.b_more = pool[select(b_at, b_at + 1u, wide)];
+        addend.u_lo = bitcast<vec4<f32>>(u[at + 1u + 2u * part]);
+        addend.u_hi = bitcast<vec4<f32>>(u[at + 2u + 2u * part]);
+    }
+    return addend;
+}
+
+fn value_of(addend: Addend) -> f32 {
+    let wide = addend.storage == 0u;
+    let lo = select(decode_factor4(addend.b.xy, addend.storage), bitcast<vec4<f32>>(addend.b), wide);
+    let hi = select(decode_factor4(addend.b.zw, addend.storage), bitcast<vec4<f32>>(addend.b_more), wide);
+    return dot(lo, addend.u_lo) + dot(hi, addend.u_hi);
 }
 {% endif %}
 
@@ -88,14 +116,14 @@ fn main(
     let row{{ n }} = first_row + mine{{ n }} / {{ per_lane }}u;
     let column{{ n }} = first_column + mine{{ n }} % {{ per_lane }}u;
     let writes{{ n }} = mine{{ n }} < {{ sums }}u && row{{ n }} < params.rows && column{{ n }} < params.out_rows;
-    let y_at{{ n }} = row{{ n }} * params.y_stride + params.out_begin + column{{ n }};
+    let at{{ n }} = row{{ n }} * params.y_stride + params.out_begin + column{{ n }};
     var before{{ n }} = 0.0;
     if (writes{{ n }} && params.accumulate != 0u) {
-        before{{ n }} = y[y_at{{ n }}];
+        before{{ n }} = y[at{{ n }}];
     }
     {% endfor %}
     {% if lora %}
-    var addend = read_addend(subgroup_lane, first_row, first_column);
+    let addend = read_addend(subgroup_lane, first_row, first_column);
     {% endif %}
 
     // The last tile may not be full.
@@ -113,18 +141,22 @@ fn main(
     }
 
     {% if lora %}
-    // High ranks have more of the adapters' part than lanes.
+    var value = value_of(addend);
+    {% for i in range(tile) %}
+    {% for j in range(per_lane) %}
+    sum{{ i }}_{{ j }} = sum{{ i }}_{{ j }} + select(0.0, value, addend.sum == {{ i * per_lane + j }}u);
+    {% endfor %}
+    {% endfor %}
+    // High ranks have more of it than lanes.
     let items = {{ sums }}u * (params.max_rank / 8u);
-    for (var item = subgroup_lane; item < items; item = item + {{ depth_lanes }}u) {
-        let value = value_of(addend);
+    for (var item = subgroup_lane + {{ depth_lanes }}u; item < items; item = item + {{ depth_lanes }}u) {
+        let more = read_addend(item, first_row, first_column);
+        value = value_of(more);
         {% for i in range(tile) %}
         {% for j in range(per_lane) %}
-        sum{{ i }}_{{ j }} = sum{{ i }}_{{ j }} + select(0.0, value, addend.sum == {{ i * per_lane + j }}u);
+        sum{{ i }}_{{ j }} = sum{{ i }}_{{ j }} + select(0.0, value, more.sum == {{ i * per_lane + j }}u);
         {% endfor %}
         {% endfor %}
-        if (item + {{ depth_lanes }}u < items) {
-            addend = read_addend(item + {{ depth_lanes }}u, first_row, first_column);
-        }
     }
     {% endif %}
 
@@ -143,7 +175,7 @@ fn main(
         {% endif %}
         {% endfor %}
         {% endfor %}
-        y[y_at{{ n }}] = before{{ n }} + total;
+        y[at{{ n }}] = before{{ n }} + total;
     }
     {% endfor %}
 }

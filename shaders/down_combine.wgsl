@@ -33,6 +33,9 @@ struct DownCombineParams {
 @group(0) @binding(7) var<storage, read_write> out: array<f32>; // [T, D]
 
 {% include "shared/weights.wgsl" %}
+{% if lora %}
+{% include "shared/factors.wgsl" %}
+{% endif %}
 
 {% set subgroups = lanes // depth_lanes %}
 var<workgroup> sums: array<f32, {{ subgroups * per_lane }}>;
@@ -40,30 +43,6 @@ var<workgroup> sums: array<f32, {{ subgroups * per_lane }}>;
 fn held(id: i32) -> bool {
     return id >= i32(params.first) && id < i32(params.first + params.count);
 }
-
-{% if lora %}
-{% include "shared/factors.wgsl" %}
-{% include "shared/addend.wgsl" %}
-
-// A group of B for one column of one pair, and the pair's weight.
-struct Share {
-    addend: Addend,
-    weight: f32,
-}
-
-fn read_share(item: u32, first_pair: u32, first_column: u32) -> Share {
-    let parts = params.max_rank / 8u;
-    let sum = item / parts % {{ per_lane }}u;
-    let k = item / parts / {{ per_lane }}u;
-    let pair = first_pair + k;
-    let column = first_column + sum;
-    if (k >= params.top_k || column >= params.out_rows || !held(ids[pair])) {
-        return Share(no_addend(sum), 0.0);
-    }
-    let addend = read_group(sum, pair * (params.max_rank / 4u + 1u), params.out_begin + column, item % parts);
-    return Share(addend, topk_weights[pair]);
-}
-{% endif %}
 
 @compute @workgroup_size({{ lanes }})
 fn main(
@@ -80,18 +59,6 @@ fn main(
     let row{{ j }} = min(first_column + {{ j }}u, params.out_rows - 1u);
     var sum{{ j }} = 0.0;
     {% endfor %}
-
-    // What the lane adds to, and of the adapters, is read before the weights, so that nothing is waited for afterwards.
-    let column = first_column + lane;
-    let writes = lane < {{ per_lane }}u && column < params.out_rows;
-    let out_at = token * params.hidden + params.out_begin + column;
-    var before = 0.0;
-    if (writes && params.accumulate != 0u) {
-        before = out[out_at];
-    }
-    {% if lora %}
-    var share = read_share(lane, first_pair, first_column);
-    {% endif %}
 
     for (var k = subgroup; k < params.top_k; k = k + {{ subgroups }}u) {
         let pair = first_pair + k;
@@ -126,16 +93,26 @@ fn main(
     }
 
     {% if lora %}
-    // Many experts a token, and high ranks, have more of the adapters' part than lanes.
-    let items = {{ per_lane }}u * params.top_k * (params.max_rank / 8u);
-    for (var item = lane; item < items; item = item + {{ lanes }}u) {
-        let value = value_of(share.addend) * share.weight;
-        {% for j in range(per_lane) %}
-        sum{{ j }} = sum{{ j }} + select(0.0, value, share.addend.sum == {{ j }}u);
-        {% endfor %}
-        if (item + {{ lanes }}u < items) {
-            share = read_share(item + {{ lanes }}u, first_pair, first_column);
+    // The adapters' part, shared by all lanes: eight columns of a row of B, for one pair.
+    let parts = params.max_rank / 8u;
+    for (var item = lane; item < {{ per_lane }}u * params.top_k * parts; item = item + {{ lanes }}u) {
+        let part = item % parts;
+        let j = item / parts % {{ per_lane }}u;
+        let pair = first_pair + item / parts / {{ per_lane }}u;
+        let column = first_column + j;
+        if (column >= params.out_rows || !held(ids[pair])) {
+            continue;
         }
+        let at = pair * (params.max_rank / 4u + 1u);
+        let factor = u[at];
+        if (part >= factor.y) {
+            continue;
+        }
+        let b = load_factor8(factor.x, (params.out_begin + column) * factor.y + part, factor.z);
+        let value = dot(b.lo, bitcast<vec4<f32>>(u[at + 1u + 2u * part])) + dot(b.hi, bitcast<vec4<f32>>(u[at + 2u + 2u * part]));
+        {% for j in range(per_lane) %}
+        sum{{ j }} = sum{{ j }} + select(0.0, value * topk_weights[pair], j == {{ j }}u);
+        {% endfor %}
     }
     {% endif %}
 
@@ -146,11 +123,16 @@ fn main(
     }
     {% endfor %}
     workgroupBarrier();
-    if (writes) {
+    let column = first_column + lane;
+    if (lane < {{ per_lane }}u && column < params.out_rows) {
         var total = sums[lane];
         for (var s = 1u; s < {{ subgroups }}u; s = s + 1u) {
             total = total + sums[s * {{ per_lane }}u + lane];
         }
-        out[out_at] = total + before;
+        let at = token * params.hidden + params.out_begin + column;
+        if (params.accumulate != 0u) {
+            total = total + out[at];
+        }
+        out[at] = total;
     }
 }

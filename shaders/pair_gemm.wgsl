@@ -39,32 +39,15 @@ struct PairGemmParams {
 
 {% include "shared/rows.wgsl" %}
 {% include "shared/weights.wgsl" %}
+{% if lora %}
+{% include "shared/factors.wgsl" %}
+{% endif %}
 {% set gated = kind != "none" %}
 {% if gated %}
 {% include "shared/gate.wgsl" %}
 {% endif %}
 {% set matrices = 2 if gated else 1 %}
 {% set w_rows = matrices * per_lane %}
-{% if lora %}
-{% include "shared/factors.wgsl" %}
-{% include "shared/addend.wgsl" %}
-
-// Item `item` of a subgroup: a group of B for one of its sums.
-fn read_addend(item: u32, pairs: vec4<u32>, first_column: u32) -> Addend {
-    let parts = params.max_rank / 8u;
-    let sum = item / parts;
-    var pair = params.rows;
-    {% for i in range(tile) %}
-    pair = select(pair, pairs[{{ i }}], sum / {{ w_rows }}u == {{ i }}u);
-    {% endfor %}
-    let column = first_column + sum % {{ w_rows }}u / {{ matrices }}u;
-    if (pair >= params.rows || column >= params.out_rows) {
-        return no_addend(sum);
-    }
-    let at = (pair * {{ matrices }}u + sum % {{ matrices }}u) * (params.max_rank / 4u + 1u);
-    return read_group(sum, at, params.out_begin + column, item % parts);
-}
-{% endif %}
 
 @compute @workgroup_size({{ lanes }})
 fn main(
@@ -80,9 +63,8 @@ fn main(
     }
     let groups = params.groups;
     let first_row = (u32(label) - params.first) * {{ matrices }}u * params.out_rows;
-    let first_column = (workgroup.x * {{ lanes // depth_lanes }}u + subgroup) * {{ per_lane }}u;
     {% for j in range(per_lane) %}
-    let column{{ j }} = first_column + {{ j }}u;
+    let column{{ j }} = (workgroup.x * {{ lanes // depth_lanes }}u + subgroup) * {{ per_lane }}u + {{ j }}u;
     {% if kind == "swiglu_clamped" %}
     let w_row{{ 2 * j }} = (first_row + 2u * min(column{{ j }}, params.out_rows - 1u)) * groups;
     let w_row{{ 2 * j + 1 }} = w_row{{ 2 * j }} + groups;
@@ -99,11 +81,6 @@ fn main(
     {% endfor %}
     {% endfor %}
 
-    {% if lora %}
-    let pairs = vec4<u32>(pair0{% for i in range(1, 4) %}, {{ "pair" ~ i if i < tile else "0u" }}{% endfor %});
-    var addend = read_addend(subgroup_lane, pairs, first_column);
-    {% endif %}
-
     // Most tiles are not full where pairs are few.
     {% for height in [1, 2, 4] if height < tile %}
     if (pair{{ height }} >= params.rows) {
@@ -119,18 +96,31 @@ fn main(
     }
 
     {% if lora %}
-    // High ranks have more of the adapters' part than lanes.
-    let items = {{ tile * w_rows }}u * (params.max_rank / 8u);
-    for (var item = subgroup_lane; item < items; item = item + {{ depth_lanes }}u) {
-        let value = value_of(addend);
+    // The adapters' part, shared by the lanes: eight columns of a row of B, for one pair.
+    let parts = params.max_rank / 8u;
+    for (var item = subgroup_lane; item < {{ tile * w_rows }}u * parts; item = item + {{ depth_lanes }}u) {
+        let part = item % parts;
+        let sum = item / parts;
+        var pair = pair0;
+        {% for i in range(1, tile) %}
+        pair = select(pair, pair{{ i }}, sum / {{ w_rows }}u == {{ i }}u);
+        {% endfor %}
+        let column = (workgroup.x * {{ lanes // depth_lanes }}u + subgroup) * {{ per_lane }}u + sum % {{ w_rows }}u / {{ matrices }}u;
+        if (pair >= params.rows || column >= params.out_rows) {
+            continue;
+        }
+        let at = (pair * {{ matrices }}u + sum % {{ matrices }}u) * (params.max_rank / 4u + 1u);
+        let factor = u[at];
+        if (part >= factor.y) {
+            continue;
+        }
+        let b = load_factor8(factor.x, (params.out_begin + column) * factor.y + part, factor.z);
+        let value = dot(b.lo, bitcast<vec4<f32>>(u[at + 1u + 2u * part])) + dot(b.hi, bitcast<vec4<f32>>(u[at + 2u + 2u * part]));
         {% for i in range(tile) %}
         {% for r in range(w_rows) %}
-        sum{{ i }}_{{ r }} = sum{{ i }}_{{ r }} + select(0.0, value, addend.sum == {{ i * w_rows + r }}u);
+        sum{{ i }}_{{ r }} = sum{{ i }}_{{ r }} + select(0.0, value, sum == {{ i * w_rows + r }}u);
         {% endfor %}
         {% endfor %}
-        if (item + {{ depth_lanes }}u < items) {
-            addend = read_addend(item + {{ depth_lanes }}u, pairs, first_column);
-        }
     }
     {% endif %}
 

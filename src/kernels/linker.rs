@@ -84,7 +84,6 @@ const SOURCES: &[(&str, &str)] = sources![
     "shared/eight.wgsl",
     "shared/weights.wgsl",
     "shared/factors.wgsl",
-    "shared/addend.wgsl",
     "shared/projection.wgsl",
     "shared/pair_factor.wgsl",
     "shared/reduce.wgsl",
