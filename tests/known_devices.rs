@@ -175,7 +175,7 @@ fn decided(known: &Known) -> String {
         products.push(
             label
                 .trim_start_matches("expert_gemm_matrix[bf16 ")
-                .trim_end_matches(" no-scaled no-ragged no-twice]")
+                .trim_end_matches(" no-scaled no-ragged no-twice no-lora]")
                 .to_owned(),
         );
     }

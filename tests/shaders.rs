@@ -195,7 +195,7 @@ const MATRIX_TIER: [&str; 9] = [
     "attention_matrix",
 ];
 /// Shaders for lanes along the depth alone.
-const ALONG_DEPTH: [&str; 4] = ["pair_shrink", "pair_gemm", "dense_gemm", "down_combine"];
+const ALONG_DEPTH: [&str; 5] = ["pair_shrink", "pair_shrink_packed", "pair_gemm", "dense_gemm", "down_combine"];
 /// Shaders of hardware alone.
 const HARDWARE: [&str; 2] = ["attention_split", "attention_combine"];
 

@@ -141,7 +141,7 @@ pub fn vars(
     tile: MatrixTile,
     Flags { scaled, ragged, twice, lora, across }: Flags,
 ) -> Vars {
-    vec![
+    let mut vars: Vars = vec![
         ("dtype", dtype.name().into()),
         ("rows", rows.into()),
         ("height", tile.height.into()),
@@ -158,9 +158,11 @@ pub fn vars(
         ("ragged", ragged.into()),
         ("twice", twice.into()),
         ("lora", lora.into()),
-        ("across", across.into()),
-        ("lift", matrix::LIFT.into()),
-    ]
+    ];
+    if lora {
+        vars.extend([("across", across.into()), ("lift", matrix::LIFT.into())]);
+    }
+    vars
 }
 
 impl ExpertGemmMatrix<'_> {
