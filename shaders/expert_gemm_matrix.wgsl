@@ -50,9 +50,10 @@ struct ExpertGemmMatrixParams {
     index_base: u32,
     projections: u32,
     max_rank: u32,
+    // From a column of a projection to the next in y.
+    step: u32,
     pad0: u32,
     pad1: u32,
-    pad2: u32,
     // For each projection: first column in y, columns.
     span_begin: vec4<u32>,
     span_rows: vec4<u32>,
@@ -342,6 +343,13 @@ fn main(
             {% endif %}
         }
     }
+    {% if across %}
+    if (params.step > 1u) {
+        // They alternate.
+        first_projection = 0u;
+        projections = params.projections;
+    }
+    {% endif %}
     let slot_chunks = {% if across %}projections * {% endif %}(params.max_rank / 16u);
     let chunks = (counts.x + counts.y + counts.z + counts.w) * slot_chunks;
     for (var begin = 0u; begin < chunks; begin = begin + {{ depth // 16 }}u) {
@@ -365,8 +373,10 @@ fn main(
         let own_slot = select(-2, i32(slot), inside);
         {% for i in range(w_loads) %}
         {% if across %}
-        let column{{ i }} = y_begin + row{{ i }} - params.span_begin[projection];
-        let held{{ i }} = y_begin + row{{ i }} >= params.span_begin[projection] && column{{ i }} < params.span_rows[projection];
+        let offset{{ i }} = y_begin + row{{ i }} - params.span_begin[projection];
+        let column{{ i }} = offset{{ i }} / params.step;
+        let held{{ i }} = y_begin + row{{ i }} >= params.span_begin[projection]
+            && offset{{ i }} % params.step == 0u && column{{ i }} < params.span_rows[projection];
         let b_at{{ i }} = select(0u, column{{ i }}, held{{ i }}) * groups + b_group;
         {% else %}
         let column{{ i }} = min(y_begin + row{{ i }} - params.span_begin[projection], params.span_rows[projection] - 1u);

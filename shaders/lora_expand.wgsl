@@ -13,8 +13,9 @@ struct LoraExpandParams {
     y_stride: u32,
     expert_base: u32,
     sorted_base: u32,
+    // From a column of a projection to the next in y.
+    step: u32,
     pad0: u32,
-    pad1: u32,
     // For each projection: first column tile, first column in y, columns.
     tile_begin: vec4<u32>,
     out_begin: vec4<u32>,
@@ -54,7 +55,7 @@ fn main(
     if (column < columns) {
         {% for i in range(tile) %}
         if (pair{{ i }} < params.rows) {
-            let at = pair{{ i }} * params.y_stride + params.out_begin[projection] + column;
+            let at = pair{{ i }} * params.y_stride + params.out_begin[projection] + column * params.step;
             y[at] = y[at] + sum{{ i }}_0;
         }
         {% endfor %}

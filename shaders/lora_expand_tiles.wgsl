@@ -12,9 +12,10 @@ struct LoraExpandTilesParams {
     sorted_base: u32,
     // Where the places of the pairs begin in `places`.
     places_base: u32,
+    // From a column of a projection to the next in y.
+    step: u32,
     pad0: u32,
     pad1: u32,
-    pad2: u32,
     // For each projection: first column tile, first column in y, columns.
     tile_begin: vec4<u32>,
     out_begin: vec4<u32>,
@@ -58,7 +59,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let columns = params.out_rows[projection];
     {% for j in range(per_lane) %}
     let column{{ j }} = (workgroup.x - params.tile_begin[projection]) * {{ lanes * per_lane }}u + {{ j * lanes }}u + lane;
-    let y_column{{ j }} = params.out_begin[projection] + min(column{{ j }}, columns - 1u);
+    let y_column{{ j }} = params.out_begin[projection] + min(column{{ j }}, columns - 1u) * params.step;
     let w_row{{ j }} = min(column{{ j }}, columns - 1u) * groups;
     {% endfor %}
     {% for i in range(tile) %}

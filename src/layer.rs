@@ -63,6 +63,14 @@ pub struct MoeTensors<'a> {
     pub lora: Option<(&'a LoraBatch, &'a LayerSites, &'a Factors)>,
 }
 
+impl MoeLayer {
+    /// The site of gate and up, or of down, as this layer's products have its columns.
+    fn site(&self, sites: &LayerSites, down: bool) -> LoraSite {
+        let site = if down { &sites.down } else { &sites.gate_up };
+        LoraSite { alternating: !down && self.activation.interleaved(), ..site.clone() }
+    }
+}
+
 impl MoeTensors<'_> {
     /// Whether an adapter of the batch may change what `site` computes.
     fn adapts(&self, site: &LoraSite) -> bool {

@@ -154,7 +154,13 @@ fn prepare(gpu: &Gpu, case: &Case) -> Prepared {
     let virtual_ids =
         reference::remap(&ids, &mapping, case.top_k, case.experts, slots, NoAdapter::Skip).virtual_topk_ids;
     let (factors, held) = factors(gpu, case, &mut rng);
-    let site = LoraSite { ordinal: 0, index_base: INDEX_BASE, out_dims: case.out_dims.clone(), in_dim: case.inner };
+    let site = LoraSite {
+        ordinal: 0,
+        index_base: INDEX_BASE,
+        out_dims: case.out_dims.clone(),
+        alternating: false,
+        in_dim: case.inner,
+    };
     let biased = |slot: usize| usize::from(case.biased.get(slot) == Some(&true));
     let max_rank = case.slots.iter().enumerate().map(|(slot, (rank, _))| rank + biased(slot)).max().unwrap();
     Prepared { rng, ids, virtual_ids, mapping, factors, held, site, max_rank }
@@ -277,7 +283,8 @@ fn tokens_take_their_columns_of_a_as_the_oracle_says() {
             let (rows, last_ids) = (upload(&gpu, &table), upload(&gpu, &tokens));
             let max_rank = rank.max(&3).next_multiple_of(8) + 8;
             let u = Output::new(&gpu, 11 * max_rank, UNWRITTEN_F32);
-            let site = LoraSite { ordinal: 0, index_base: INDEX_BASE, out_dims: vec![16], in_dim: VOCAB };
+            let site =
+                LoraSite { ordinal: 0, index_base: INDEX_BASE, out_dims: vec![16], alternating: false, in_dim: VOCAB };
             run(&gpu, |rec, pass| {
                 LoraGather {
                     rows: 11,

@@ -11,6 +11,7 @@ mod moe;
 use common::{ROUTE_GAP, Rng, each_case, rel_err, tolerance};
 use gpu_run::run_in;
 use moe::{Batch, OnDevice, SHAPE, Twin, adapter, adapter_of, biased, cut, forward, pin, poisoned};
+use wgmoe::activation::Activation;
 use wgmoe::adapter::Site;
 use wgmoe::adapter::pool::AdapterPool;
 use wgmoe::dtype::DType;
@@ -78,7 +79,7 @@ fn a_layer_with_mixed_adapters_equals_the_oracle_wherever_its_experts_live() {
     let mut cases = Vec::new();
     for placement in &placements {
         for tokens in TOKENS {
-            for slots in [vec![-1], vec![0, 1, -1, 2], vec![1, -1, 3, 0]] {
+            for slots in [vec![-1], vec![0, 1, -1, 2], vec![1, -1, 3, 0], vec![0, -1, 2]] {
                 cases.push((placement, tokens, slots));
             }
         }
@@ -97,6 +98,24 @@ fn a_layer_with_mixed_adapters_equals_the_oracle_wherever_its_experts_live() {
                 }
             }
             Ok(())
+        });
+    }
+}
+
+#[test]
+fn gate_and_up_may_alternate() {
+    let adapters = adapters();
+    let held: Vec<Option<&Adapter>> = adapters.iter().map(Some).collect();
+    let cases: Vec<(usize, Vec<i32>)> =
+        TOKENS.into_iter().flat_map(|tokens| [(tokens, vec![0, 1, -1, 2]), (tokens, vec![0, -1, 2])]).collect();
+    for gpu in device::every_variant() {
+        each_case(&cases, |(tokens, slots)| {
+            let mut twin = Twin::new(&gpu, DType::Bf16, Placement::linear(8, 1, 0).unwrap());
+            twin.device.activation = Activation::SwigluClamped { alpha: 1.702, limit: 7.0 };
+            let pool = loaded(&gpu, &twin, &adapters);
+            let batch = batch(*tokens, slots, false);
+            let expected = twin.expected(&batch.x, &batch.mapping, &held);
+            compare(&gpu, forward(&gpu, &twin.device, Some(&pool), &batch), &expected, &batch)
         });
     }
 }

@@ -47,8 +47,8 @@ impl EndSites {
     /// The sites of a model with `slots` adapter slots.
     pub fn new(config: &ModelConfig, slots: usize) -> Self {
         let (d, vocab) = (config.hidden, config.vocab);
-        let embedding = LoraSite { ordinal: 0, index_base: 0, out_dims: vec![d], in_dim: vocab };
-        let lm_head = LoraSite { ordinal: 1, index_base: slots, out_dims: vec![vocab], in_dim: d };
+        let embedding = LoraSite { ordinal: 0, index_base: 0, out_dims: vec![d], alternating: false, in_dim: vocab };
+        let lm_head = LoraSite { ordinal: 1, index_base: slots, out_dims: vec![vocab], alternating: false, in_dim: d };
         Self { embedding, lm_head, slots, entries: 2 * slots }
     }
 }
@@ -82,7 +82,7 @@ impl LayerSites {
             let (ordinal, index_base) = (sites, entries);
             sites += 1;
             entries += slots * experts * out_dims.len();
-            LoraSite { ordinal, index_base, out_dims, in_dim }
+            LoraSite { ordinal, index_base, out_dims, alternating: false, in_dim }
         };
         let d = config.hidden;
         let (heads, share) = (share.heads.clone(), &share.experts);

@@ -61,12 +61,12 @@ params! {
         projections: u32,
         /// Rank that u has room for.
         max_rank: u32,
+        /// From a column of a projection to the next in y.
+        step: u32,
         /// Padding.
         pad0: u32,
         /// Padding.
         pad1: u32,
-        /// Padding.
-        pad2: u32,
         /// First column in y of each projection.
         span_begin: [u32; 4],
         /// Columns of each projection.
@@ -129,7 +129,7 @@ pub struct Flags {
     pub twice: bool,
     /// Adapters are added.
     pub lora: bool,
-    /// Some tile of columns lies across the border of two projections of the adapters.
+    /// Some tile of columns lies across the border of two projections of the adapters, or they alternate.
     pub across: bool,
 }
 
@@ -193,7 +193,7 @@ impl ExpertGemmMatrix<'_> {
             ragged,
             twice: self.x.twice,
             lora: self.adapters.is_some(),
-            across: spans.as_ref().is_some_and(|s| !s.out_begin.iter().all(within)),
+            across: spans.as_ref().is_some_and(|s| s.step > 1 || !s.out_begin.iter().all(within)),
         };
         let vars = vars(&caps, w.dtype, self.select.name(), tile, flags);
         let kernel = if self.adapters.is_some() { &EXPERT_GEMM_FOLDED } else { &EXPERT_GEMM_MATRIX };
@@ -222,9 +222,9 @@ impl ExpertGemmMatrix<'_> {
                 index_base: self.adapters.map_or(0, |a| a.site.index_base as u32),
                 projections: self.adapters.map_or(0, |a| a.site.out_dims.len() as u32),
                 max_rank: self.adapters.map_or(0, |a| a.max_rank as u32),
+                step: spans.as_ref().map_or(1, |s| s.step),
                 pad0: 0,
                 pad1: 0,
-                pad2: 0,
                 span_begin: spans.as_ref().map_or([0; 4], |s| s.out_begin),
                 span_rows: spans.as_ref().map_or([0; 4], |s| s.out_rows),
             };

@@ -65,10 +65,10 @@ params! {
         expert_base: u32,
         /// Word of `sorted_token_ids`.
         sorted_base: u32,
+        /// From a column of a projection to the next in y.
+        step: u32,
         /// Padding.
         pad0: u32,
-        /// Padding.
-        pad1: u32,
         /// First column tile of each projection.
         tile_begin: [u32; 4],
         /// First column in y of each projection.
@@ -85,8 +85,10 @@ pub struct LoraSite {
     pub ordinal: usize,
     /// First entry in the layer's index: entry `index_base + v · projections + i` for virtual expert v.
     pub index_base: usize,
-    /// Columns of each projection in y, in order and without gaps; at most four.
+    /// Columns of each projection in y, at most four; without gaps one after the other, unless they alternate.
     pub out_dims: Vec<usize>,
+    /// The projections, which have equally many columns, alternate column by column in y, as gate and up of the clamped swiglu.
+    pub alternating: bool,
     /// Columns of x: a multiple of 8.
     pub in_dim: usize,
 }
@@ -99,6 +101,8 @@ pub(crate) struct Spans {
     pub out_begin: [u32; 4],
     /// Columns of each projection.
     pub out_rows: [u32; 4],
+    /// From a column of a projection to the next, in columns of y.
+    pub step: u32,
     /// Column tiles of all.
     pub tiles: u32,
 }
@@ -106,14 +110,15 @@ pub(crate) struct Spans {
 impl LoraSite {
     /// The columns in tiles of `width`.
     pub(crate) fn spans(&self, width: u32) -> Spans {
-        let mut spans = Spans { tile_begin: [0; 4], out_begin: [0; 4], out_rows: [0; 4], tiles: 0 };
+        let step = if self.alternating { self.out_dims.len() as u32 } else { 1 };
+        let mut spans = Spans { tile_begin: [0; 4], out_begin: [0; 4], out_rows: [0; 4], step, tiles: 0 };
         let mut columns = 0;
         for (i, n) in self.out_dims.iter().enumerate() {
             spans.tile_begin[i] = spans.tiles;
             spans.out_begin[i] = columns;
             spans.out_rows[i] = *n as u32;
             spans.tiles += (*n as u32).div_ceil(width);
-            columns += *n as u32;
+            columns += if self.alternating { 1 } else { *n as u32 };
         }
         spans
     }
@@ -254,7 +259,7 @@ impl Lora<'_> {
         let projections = self.site.out_dims.len();
         let max_rank = self.max_rank.next_multiple_of(8);
         let (ids, expert_base, sorted_base) = self.select.ids(self.x);
-        let Spans { tile_begin, out_begin, out_rows, tiles } = self.site.spans(caps.gemm_lanes);
+        let Spans { tile_begin, out_begin, out_rows, step, tiles } = self.site.spans(caps.gemm_lanes);
         let params = LoraExpandParams {
             rows: self.rows as u32,
             row_div: 1,
@@ -266,8 +271,8 @@ impl Lora<'_> {
             y_stride: self.y_stride as u32,
             expert_base,
             sorted_base,
+            step,
             pad0: 0,
-            pad1: 0,
             tile_begin,
             out_begin,
             out_rows,

@@ -166,12 +166,12 @@ params! {
         sorted_base: u32,
         /// Word of the places of the pairs.
         places_base: u32,
+        /// From a column of a projection to the next in y.
+        step: u32,
         /// Padding.
         pad0: u32,
         /// Padding.
         pad1: u32,
-        /// Padding.
-        pad2: u32,
         /// First column tile of each projection.
         tile_begin: [u32; 4],
         /// First column in y of each projection.
@@ -212,7 +212,7 @@ impl LoraExpandTiles<'_> {
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         let pipeline = pipeline(rec.gpu(), &LORA_EXPAND_TILES, expand_vars())?;
-        let Spans { tile_begin, out_begin, out_rows, tiles } = self.site.spans(EXPAND_COLUMNS);
+        let Spans { tile_begin, out_begin, out_rows, step, tiles } = self.site.spans(EXPAND_COLUMNS);
         let params = LoraExpandTilesParams {
             rows: self.rows as u32,
             index_base: self.site.index_base as u32,
@@ -223,9 +223,9 @@ impl LoraExpandTiles<'_> {
             expert_base: self.aligned.expert_base,
             sorted_base: self.aligned.sorted_base,
             places_base: self.places.places_base,
+            step,
             pad0: 0,
             pad1: 0,
-            pad2: 0,
             tile_begin,
             out_begin,
             out_rows,

@@ -91,7 +91,7 @@ impl MoeLayer {
             |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, down: bool, x: &View, y: &View| match &adapters {
                 None => Ok(()),
                 Some((virtual_ids, aligned, batch, sites, factors)) => {
-                    let site = if down { &sites.down } else { &sites.gate_up };
+                    let site = &self.site(sites, down);
                     Lora {
                         rows: pairs,
                         row_div: if down { 1 } else { a },

@@ -27,7 +27,7 @@ struct Product<'a> {
     /// Pairs that share a row of x.
     row_div: usize,
     /// Where adapters change it.
-    site: Option<&'a LoraSite>,
+    site: &'a Option<LoraSite>,
     /// i32 `[P]`, this rank's.
     ids: &'a View,
     /// Tiles of pairs that share expert and adapter, where they are needed.
@@ -95,10 +95,10 @@ impl MoeLayer {
         Pack { x: t.x, packed: &x }.record(rec, pass)?;
         let adapters = |down: bool| {
             let (_, sites, _) = t.lora?;
-            Some(if down { &sites.down } else { &sites.gate_up }).filter(|site| t.adapts(site))
+            Some(self.site(sites, down)).filter(|site| t.adapts(site))
         };
         let (aligned, row_div, tiles) = (&aligned, a, tiles.as_ref());
-        let (weights, site, label) = (&self.gate_up, adapters(false), "gate_up");
+        let (weights, site, label) = (&self.gate_up, &adapters(false), "gate_up");
         let gate_up =
             self.product(rec, pass, t, &Product { aligned, weights, x: &x, row_div, site, ids, tiles, label })?;
 
@@ -117,7 +117,7 @@ impl MoeLayer {
         }
         .record(rec, pass)?;
 
-        let (weights, site, label) = (&self.down, adapters(true), "expert y");
+        let (weights, site, label) = (&self.down, &adapters(true), "expert y");
         let y =
             self.product(rec, pass, t, &Product { aligned, weights, x: &h, row_div: 1, site, ids, tiles, label })?;
         CombineTiles {

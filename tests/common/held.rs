@@ -84,5 +84,5 @@ pub fn site(
             }
         }
     }
-    (LoraSite { ordinal: 0, index_base, out_dims: outs.to_vec(), in_dim: inner }, held)
+    (LoraSite { ordinal: 0, index_base, out_dims: outs.to_vec(), alternating: false, in_dim: inner }, held)
 }
