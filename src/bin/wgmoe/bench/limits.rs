@@ -8,7 +8,7 @@ use wgmoe::kernels::rate::Rate;
 use wgmoe::kernels::stream::Stream;
 use wgmoe::kernels::{Recording, View};
 
-use crate::bench::timing::Times;
+use crate::bench::timing::{Times, WARM_UP};
 
 /// Measured on the device that is benchmarked, in the same run.
 #[derive(Debug, Clone, Copy, Serialize)]
@@ -85,6 +85,11 @@ fn burst(gpu: &Gpu, work: &mut Repeat<'_>) -> anyhow::Result<f64> {
     };
     // The first compiles the shader.
     run(1, None)?;
+    // A device that was idle works at a lower clock at first.
+    let begin = Instant::now();
+    while begin.elapsed() < WARM_UP {
+        run(1, None)?;
+    }
     let mut n = 1;
     while run(n, None)? < LONG && n < MOST {
         n *= 2;

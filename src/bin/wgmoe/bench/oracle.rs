@@ -12,15 +12,19 @@ use crate::bench::synthetic::Synthetic;
 /// Tokens whose choice of experts is closer than this may be routed otherwise in other arithmetic.
 const CLEAR: f32 = 1e-3;
 
-/// The output `[D]` for the row `x`, and the experts chosen; `None` where the choice is too close to be compared.
-pub fn token(layer: &Synthetic, x: &[f32], slot: Option<usize>) -> Option<Vec<f32>> {
-    let MoeShape { experts, top_k, hidden: d, expert_width: f } = layer.layer.shape;
+/// What the router chooses for the row `x`; `None` where the choice is too close to be compared.
+pub fn clear(layer: &Synthetic, x: &[f32]) -> Option<reference::Routed> {
+    let MoeShape { experts, top_k, hidden: d, .. } = layer.layer.shape;
     let mut logits = vec![0.0; experts];
     reference::expert_gemm(x, &layer.router, &[0], 1, experts, d, &mut logits);
     let routed = reference::route(&logits, None, 1, experts, top_k, &layer.layer.options);
-    if routed.gap[0] < CLEAR {
-        return None;
-    }
+    (routed.gap[0] >= CLEAR).then_some(routed)
+}
+
+/// The output `[D]` for the row `x`, and the experts chosen; `None` where the choice is too close to be compared.
+pub fn token(layer: &Synthetic, x: &[f32], slot: Option<usize>) -> Option<Vec<f32>> {
+    let MoeShape { top_k, hidden: d, expert_width: f, .. } = layer.layer.shape;
+    let routed = clear(layer, x)?;
     // Only the experts that are met, under numbers of their own.
     let met: BTreeMap<i32, usize> = routed.ids.iter().enumerate().map(|(k, id)| (*id, k)).collect();
     let ids: Vec<i32> = routed.ids.iter().map(|id| met[id] as i32).collect();

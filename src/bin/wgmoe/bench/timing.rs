@@ -1,6 +1,11 @@
 //! The device's own clock.
 
+use std::time::Duration;
+
 use wgmoe::gpu::Gpu;
+
+/// How long the device works before it is timed: an idle one lowers its clock.
+pub const WARM_UP: Duration = Duration::from_millis(300);
 
 /// Dispatches that a profile has room for.
 pub const STAGES: u32 = 64;
