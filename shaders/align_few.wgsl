@@ -67,7 +67,7 @@ fn main(@builtin(local_invocation_index) lane: u32) {
         aligned[params.sorted_base + place] = i32(pair{{ v }});
         aligned[params.places_base + pair{{ v }}] = i32(place);
         if (bucket{{ v }} < params.buckets && rank{{ v }} % params.tile == 0u) {
-            aligned[params.expert_base + before{{ v }} + rank{{ v }} / params.tile] = i32(bucket{{ v }});
+            aligned[params.expert_base + before{{ v }} + rank{{ v }} / params.tile] = label_of(bucket{{ v }});
         }
     }
     {% endfor %}

@@ -66,7 +66,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
             aligned[params.places_base + pair] = i32(place);
             // Buckets begin with a tile.
             if (bucket < params.buckets && place % params.tile == 0u) {
-                aligned[params.expert_base + place / params.tile] = i32(bucket);
+                aligned[params.expert_base + place / params.tile] = label_of(bucket);
             }
         }
     }

@@ -106,17 +106,15 @@ var<workgroup> slot_bits: array<vec4<u32>, {{ subgroups }}>;
 {% include "shared/eight.wgsl" %}
 {% include "shared/factors.wgsl" %}
 
-// The place of the bit number `n`, counted from 0, among the bits that are set.
-fn nth_bit(bits: vec4<u32>, n: u32) -> u32 {
+{% include "shared/bits.wgsl" %}
+
+// The slot number `n`, counted from 0, of those whose bits are set.
+fn nth_slot(bits: vec4<u32>, n: u32) -> u32 {
     var rest = n;
     for (var word = 0u; word < 4u; word = word + 1u) {
         let count = countOneBits(bits[word]);
         if (rest < count) {
-            var left = bits[word];
-            for (var i = 0u; i < rest; i = i + 1u) {
-                left = left & (left - 1u);
-            }
-            return word * 32u + firstTrailingBit(left);
+            return word * 32u + nth_bit(bits[word], rest);
         }
         rest = rest - count;
     }
@@ -355,7 +353,7 @@ fn main(
     for (var begin = 0u; begin < chunks; begin = begin + {{ depth // 16 }}u) {
         // A lane has one group of eight ranks: in {{ x_loads }} rows of u, and in {{ w_loads }} columns of B.
         let chunk = min(begin + part / 2u, chunks - 1u);
-        let slot = nth_bit(slots, chunk / slot_chunks);
+        let slot = nth_slot(slots, chunk / slot_chunks);
         let of_slot = chunk % slot_chunks * 16u;
         {% if across %}
         let projection = first_projection + of_slot / params.max_rank;

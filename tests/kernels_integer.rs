@@ -10,6 +10,7 @@ use common::{AdapterMix, Rng, Routing, UNWRITTEN_I32};
 use gpu_run::{Output, read, run, upload};
 use proptest::prelude::*;
 use wgmoe::Gpu;
+use wgmoe::kernels::Recording;
 use wgmoe::kernels::align::{Align, Aligned as Place, FEW};
 use wgmoe::kernels::count::Count;
 use wgmoe::kernels::localise::{Localise, Owners};
@@ -47,6 +48,13 @@ fn remap_on(gpu: &Gpu, ids: &[i32], mapping: &[i32], [a, experts, slots]: [usize
 
 fn align_on(gpu: &Gpu, ids: &[i32], buckets: usize, tile: usize, at_once: bool) -> Aligned {
     let capacity = align_capacity(ids.len(), buckets, tile);
+    align_with(gpu, ids, buckets, tile, capacity, &|align, rec, pass| align.record_as(rec, pass, at_once))
+}
+
+/// How an alignment is recorded.
+type Record<'a> = dyn Fn(&Align<'_>, &mut Recording, &mut wgpu::ComputePass<'_>) -> wgmoe::Result<Place> + 'a;
+
+fn align_with(gpu: &Gpu, ids: &[i32], buckets: usize, tile: usize, capacity: usize, record: &Record<'_>) -> Aligned {
     let ids_view = upload(gpu, ids);
     let (place, out): (Place, _) = run(gpu, |rec, pass| {
         // Larger than needed, and full of words that are neither padding nor a label.
@@ -61,7 +69,7 @@ fn align_on(gpu: &Gpu, ids: &[i32], buckets: usize, tile: usize, at_once: bool) 
             ids: &ids_view,
             columns: &COLUMNS,
         };
-        Ok((align.record_as(rec, pass, at_once)?, out))
+        Ok((record(&align, rec, pass)?, out))
     });
     let words: Vec<i32> = read(gpu, &out, capacity * 3 + 1024);
     let at = |base: u32, n: usize| words[base as usize..base as usize + n].to_vec();
@@ -93,6 +101,32 @@ fn check_align(gpu: &Gpu, ids: &[i32], buckets: usize, tile: usize) -> Aligned {
         assert!(got.sorted_token_ids == expected.sorted_token_ids, "pairs: {what}");
     }
     expected
+}
+
+#[test]
+fn only_slots_that_occur_take_room_in_an_alignment() {
+    const EXPERTS: usize = 7;
+    let used = [0, 5, 6, 100, 300];
+    for gpu in device::every_tier() {
+        for (pairs, tile) in [(0, 4), (1, 1), (300, 4), (900, 16), (2000, 1)] {
+            let mut rng = Rng::new(19);
+            let mut draw = |n: usize| (rng.floats(1)[0].abs() * 1e6) as usize % n;
+            let ids: Vec<i32> = (0..pairs)
+                .map(|_| if draw(9) == 0 { -1 } else { (used[draw(used.len())] * EXPERTS + draw(EXPERTS)) as i32 })
+                .collect();
+            let buckets = 301 * EXPERTS;
+            let expected = reference::align(&ids, buckets, tile, &COLUMNS);
+            let capacity = align_capacity(pairs, used.len() * EXPERTS, tile);
+            let got = align_with(&gpu, &ids, buckets, tile, capacity, &|align, rec, pass| {
+                align.record_used(rec, pass, &used, EXPERTS)
+            });
+            let what = format!("{} P {pairs} B {tile}", gpu.tier());
+            assert_eq!(got.num_tokens_post_padded, expected.num_tokens_post_padded, "count: {what}");
+            assert_eq!(got.expert_ids, expected.expert_ids[..capacity / tile], "labels: {what}");
+            assert_eq!(got.dispatch, expected.dispatch, "dispatch: {what}");
+            assert!(got.sorted_token_ids == expected.sorted_token_ids[..capacity], "pairs: {what}");
+        }
+    }
 }
 
 /// The labels that occur, without -1.

@@ -16,6 +16,8 @@ pub static ALIGN_SCATTER: Kernel = Kernel { stem: "align_scatter", reads: 1, wri
 
 /// Consumers whose dispatch arguments one alignment can write.
 pub const MAX_CONSUMERS: usize = 16;
+/// Slots that an alignment can leave out where they do not occur.
+const MOST_USED: usize = 512;
 /// Words in front of `expert_ids`: 16 dispatch arguments of four words, the count, the real tiles, padding.
 const HEADER_WORDS: usize = 128;
 
@@ -44,10 +46,12 @@ params! {
         consumers: u32,
         /// Word of the places in the output buffer.
         places_base: u32,
-        /// Padding.
-        pad0: u32,
+        /// 0, or ids are slot · stride + rest and buckets count the slots that occur.
+        stride: u32,
         /// Column tiles of each consumer.
         columns: [u32; 16],
+        /// A bit for each slot that occurs.
+        slots: [u32; 16],
     }
 }
 
@@ -142,11 +146,42 @@ impl Align<'_> {
         self.record_as(rec, pass, self.pairs <= FEW)
     }
 
+    /// The same where ids are slot · `stride` + rest and no other slots occur than `used`, ascending: the work grows with these,
+    /// not with all slots. What lies in the result is the same but for its capacity.
+    ///
+    /// # Errors
+    /// As [`record`](Self::record).
+    pub fn record_used(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        used: &[usize],
+        stride: usize,
+    ) -> Result<Aligned> {
+        if used.is_empty() || used.iter().any(|slot| *slot >= MOST_USED) {
+            return self.record(rec, pass);
+        }
+        let mut slots = [0; MOST_USED / 32];
+        used.iter().for_each(|slot| slots[slot / 32] |= 1 << (slot % 32));
+        let dense = Align { buckets: used.len() * stride, ..*self };
+        dense.record_with(rec, pass, self.pairs <= FEW, (stride as u32, slots))
+    }
+
     /// The same in one dispatch, for at most [`FEW`] pairs, or in two.
     ///
     /// # Errors
     /// As [`record`](Self::record).
     pub fn record_as(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, at_once: bool) -> Result<Aligned> {
+        self.record_with(rec, pass, at_once, (0, [0; MOST_USED / 32]))
+    }
+
+    fn record_with(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        at_once: bool,
+        (stride, slots): (u32, [u32; MOST_USED / 32]),
+    ) -> Result<Aligned> {
         let mut columns = self.columns.to_vec();
         columns.sort_unstable();
         columns.dedup();
@@ -177,8 +212,9 @@ impl Align<'_> {
             place_base: place_base as u32,
             consumers: columns.len() as u32,
             places_base: places_base as u32,
-            pad0: 0,
+            stride,
             columns: [0; 16],
+            slots,
         };
         params.columns[..columns.len()].copy_from_slice(&columns);
         let bytes = bytemuck::bytes_of(&params);

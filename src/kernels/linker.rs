@@ -81,6 +81,7 @@ macro_rules! sources {
 /// Every WGSL file, by path under `shaders/`.
 const SOURCES: &[(&str, &str)] = sources![
     "shared/rows.wgsl",
+    "shared/bits.wgsl",
     "shared/eight.wgsl",
     "shared/weights.wgsl",
     "shared/factors.wgsl",

@@ -20,6 +20,8 @@ pub struct LoraBatch {
     pub slots: usize,
     /// Adapters that occur in the batch, at least 1.
     pub adapters: usize,
+    /// Their slots, ascending; empty: any slot may occur.
+    pub used: Vec<usize>,
     /// Largest rank among them, a bias counted.
     pub max_rank: usize,
     /// Products on cooperative matrices can add them: [`AdapterPool::folds`] holds for all.
@@ -39,6 +41,7 @@ impl LoraBatch {
             token_lora_mapping,
             slots: pool.slots(),
             adapters: slots.len(),
+            used: slots.clone(),
             max_rank: max_rank.next_multiple_of(8),
             folds: slots.iter().all(|s| pool.folds(*s)),
             aligned: None,
@@ -63,10 +66,11 @@ impl LoraBatch {
             return Ok(self);
         }
         let sites: Vec<&LoraSite> = sites.collect();
-        let (slots, ids) = (self.slots, self.token_lora_mapping.clone());
+        let (slots, used, ids) = (self.slots, self.used.clone(), self.token_lora_mapping.clone());
         let align = |tile: usize, label: &'static str, columns: &[u32], rec: &mut Recording, pass: &mut _| {
             let (pairs, buckets, work_label, ids) = (tokens, slots, "align work", &ids);
-            Align { pairs, buckets, tile, label, work_label, ids, columns }.record(rec, pass)
+            let align = Align { pairs, buckets, tile, label, work_label, ids, columns };
+            align.record_used(rec, pass, &used, 1)
         };
         if caps.matrix && self.folds && !rows::tokens_apart(&caps, tokens) {
             let columns: Vec<u32> = sites.iter().flat_map(|s| lora_matrix::column_tiles(s, self.max_rank)).collect();

@@ -209,7 +209,7 @@ impl MoeLayer {
             .collect();
         let buckets = batch.slots * self.experts;
         Align { pairs, buckets, tile, label: "virtual tiles", work_label: "align work", ids, columns: &columns }
-            .record(rec, pass)
+            .record_used(rec, pass, &batch.used, self.experts)
             .map(Some)
     }
 }

@@ -173,7 +173,7 @@ impl MoeLayer {
             ids: &virtual_topk_ids,
             columns: &columns,
         };
-        align.record(rec, pass)
+        align.record_used(rec, pass, &batch.used, self.experts)
     }
 
     /// Records a product. It adds the adapters itself where it can ([`LoraBatch::folded`]); else they are added to what it wrote,

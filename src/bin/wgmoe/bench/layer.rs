@@ -250,8 +250,8 @@ impl Bench<'_> {
             ours == theirs || oracle::clear(self.layer, &x[t * d..][..d]).is_some()
         };
         let kept: Vec<usize> = (0..tokens).filter(alike).collect();
-        let [ours, theirs] =
-            [got, expected].map(|m| kept.iter().flat_map(|t| &m.out[t * d..(t + 1) * d]).copied().collect::<Vec<f32>>());
+        let [ours, theirs] = [got, expected]
+            .map(|m| kept.iter().flat_map(|t| &m.out[t * d..(t + 1) * d]).copied().collect::<Vec<f32>>());
         difference(&ours, &theirs)
     }
 
@@ -308,6 +308,7 @@ impl Bench<'_> {
                 token_lora_mapping: input.mapping.clone(),
                 slots: self.ranks.len(),
                 adapters: adapters.min(tokens),
+                used: (0..adapters).collect(),
                 max_rank: used.iter().copied().max().unwrap_or(0).next_multiple_of(8),
                 folds: (0..adapters).all(|slot| self.layer.pool.folds(slot)),
                 aligned: None,
