@@ -9,6 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::linker::{Pipeline, PipelineKey};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::matrix;
+use crate::plan::tuning::TuningTable;
 
 /// A class of kernel variants. Every stage has a baseline variant; higher tiers replace some of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -122,8 +123,9 @@ struct Inner {
     capabilities: Capabilities,
     /// Why the device was lost. Only a device of our own says so.
     lost: Arc<OnceLock<String>>,
-    pipelines: Mutex<HashMap<PipelineKey, Arc<Pipeline>>>,
-    layouts: Mutex<HashMap<(usize, usize), wgpu::BindGroupLayout>>,
+    /// By all that decides what is compiled, so that the same device with other decisions shares them.
+    pipelines: Arc<Mutex<HashMap<PipelineKey, Arc<Pipeline>>>>,
+    layouts: Arc<Mutex<HashMap<(usize, usize), wgpu::BindGroupLayout>>>,
 }
 
 impl std::fmt::Debug for Gpu {
@@ -342,8 +344,8 @@ impl Gpu {
                 tier,
                 capabilities,
                 lost,
-                pipelines: Mutex::default(),
-                layouts: Mutex::default(),
+                pipelines: Arc::default(),
+                layouts: Arc::default(),
             }),
         })
     }
@@ -353,6 +355,23 @@ impl Gpu {
     /// about two seconds of work in one submission.
     pub fn with_macs_per_submission(&self, macs: u64) -> Self {
         self.with_capabilities(Capabilities { macs_per_submission: macs.max(1), ..self.capabilities().clone() })
+    }
+
+    /// The same device with the thresholds that `table` has for its tier, in the place of
+    /// [the built-in ones](TuningTable::built_in). Ranks of one model need the same.
+    ///
+    /// ```no_run
+    /// # fn main() -> wgmoe::Result<()> {
+    /// use wgmoe::plan::tuning::TuningTable;
+    /// use wgmoe::{Gpu, GpuOptions};
+    ///
+    /// let table = TuningTable::read(std::path::Path::new("tuning.json"))?;
+    /// let gpu = Gpu::new(&GpuOptions::default())?.with_tuning(&table);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn with_tuning(&self, table: &TuningTable) -> Self {
+        self.with_capabilities(Capabilities { tuning: table.of(self.tier()), ..self.capabilities().clone() })
     }
 
     /// The same device and queue with other decisions, which it must be able to run: so that tests meet the variants
@@ -366,8 +385,8 @@ impl Gpu {
             tier: capabilities.tier,
             capabilities,
             lost: self.inner.lost.clone(),
-            pipelines: Mutex::default(),
-            layouts: Mutex::default(),
+            pipelines: self.inner.pipelines.clone(),
+            layouts: self.inner.layouts.clone(),
         };
         Self { inner: Arc::new(inner) }
     }

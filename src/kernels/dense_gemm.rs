@@ -79,8 +79,6 @@ pub struct Cut {
 pub const MOST_ROWS: usize = 8;
 /// The tile height of more rows than one.
 const TILE: u32 = 4;
-/// Columns of a product from which a subgroup takes two, and four: as many as leave enough subgroups to fill a large GPU.
-const WIDE: [usize; 2] = [1 << 10, 1 << 13];
 
 /// Whether `rows` rows are so few that products of theirs may be cut in this way: only where a subgroup reads a row together.
 pub fn few(caps: &Capabilities, rows: usize) -> bool {
@@ -94,7 +92,9 @@ impl Cut {
         if !few(caps, rows) || expert_gemm::dense_tile(caps, rows, out_dim) >= MOST_ROWS {
             return None;
         }
-        let per_lane = 1 << WIDE.iter().filter(|n| out_dim >= **n).count();
+        // As many columns a subgroup as leave enough subgroups to fill the device.
+        let wide = [caps.tuning.two_columns_from, caps.tuning.four_columns_from];
+        let per_lane = 1 << wide.iter().filter(|n| out_dim >= **n).count();
         // A narrow product reads its weights out of the cache for each row: what counts is how many subgroups share the work.
         let tile = if rows == 1 || per_lane == 1 { 1 } else { TILE };
         // About eight loads of weights on the way.

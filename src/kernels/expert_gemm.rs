@@ -127,18 +127,12 @@ pub fn dense_tile(caps: &Capabilities, rows: usize, out_rows: usize) -> usize {
     let single = rows * column_tiles(caps, DENSE, out_rows, 1) as usize;
     match rows {
         0..=1 => 1,
-        _ if caps.along_depth && single <= MOST_SINGLE => 1,
+        _ if caps.along_depth && single <= caps.tuning.dense_single_workgroups => 1,
         2..=5 => 4,
-        _ if caps.along_depth && workgroups < ENOUGH_WORKGROUPS => 4,
+        _ if caps.along_depth && workgroups < caps.tuning.dense_tile_workgroups => 4,
         _ => 8,
     }
 }
-
-/// Workgroups that keep a large GPU busy: two for each of its multiprocessors.
-const ENOUGH_WORKGROUPS: usize = 256;
-
-/// Workgroups of rows one by one at most, where lanes lie along the depth.
-const MOST_SINGLE: usize = 2048;
 
 /// Output columns of an invocation (of a subgroup, when its lanes lie along the depth): several share the loads of x. A
 /// dense product of few rows has few columns beside them, and gives each a subgroup.
@@ -209,8 +203,8 @@ pub(crate) fn dense_on_matrices(
     weights: &Weights,
     exact: bool,
 ) -> Option<MatrixTile> {
-    let possible = caps.matrix && weights.exponent.get().is_some() && (!exact || rows >= matrix::EXACT_ROWS);
-    matrix::dense(rows, weights.out_dim).filter(|_| possible)
+    let possible = caps.matrix && weights.exponent.get().is_some() && (!exact || matrix::exact(caps, rows));
+    matrix::dense(caps, rows, weights.out_dim).filter(|_| possible)
 }
 
 impl ExpertGemm<'_> {

@@ -174,7 +174,7 @@ impl ExpertGemmMatrix<'_> {
         let w = self.weights;
         let tile = match self.select {
             Rows::Tiles(aligned) => MatrixTile::of(aligned.tile).filter(|_| !self.accumulate && !self.x.twice),
-            Rows::Dense => matrix::dense(self.rows, w.out_dim),
+            Rows::Dense => matrix::dense(rec.gpu().capabilities(), self.rows, w.out_dim),
             Rows::Pairs(_) => None,
         };
         let (Some(tile), Some(exponent)) = (tile, w.exponent.get()) else {

@@ -96,6 +96,7 @@ pub struct Recording {
     groups: HashMap<(usize, wgpu::BindGroupLayout, Vec<View>), wgpu::BindGroup>,
     trace: Option<Vec<Traced>>,
     profile: Option<Profile>,
+    labels: Option<Vec<String>>,
 }
 
 /// Where dispatches leave the time at which they ended.
@@ -109,13 +110,19 @@ impl Recording {
     /// An empty recording on `gpu`.
     pub fn new(gpu: &Gpu) -> Self {
         let (scratch, groups) = (HashMap::new(), HashMap::new());
-        Self { gpu: gpu.clone(), chunks: Vec::new(), current: 0, scratch, groups, trace: None, profile: None }
+        let (trace, profile, labels) = (None, None, None);
+        Self { gpu: gpu.clone(), chunks: Vec::new(), current: 0, scratch, groups, trace, profile, labels }
     }
 
     /// Keeps what is dispatched from now on, and gives what was kept so far: for tests that repeat it elsewhere.
     #[doc(hidden)]
     pub fn trace(&mut self) -> Vec<Traced> {
         self.trace.replace(Vec::new()).unwrap_or_default()
+    }
+
+    /// Keeps the label of what is dispatched from now on, and gives those kept so far: which way was chosen.
+    pub fn labels(&mut self) -> Vec<String> {
+        self.labels.replace(Vec::new()).unwrap_or_default()
     }
 
     /// The device it records for.
@@ -164,6 +171,9 @@ impl Recording {
             && n.contains(&0)
         {
             return;
+        }
+        if let Some(labels) = &mut self.labels {
+            labels.push(pipeline.label.clone());
         }
         // The source is rendered anew: not for nothing.
         if let Some(trace) = &mut self.trace

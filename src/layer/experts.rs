@@ -175,7 +175,7 @@ impl MoeLayer {
         pairs: usize,
         ids: &View,
     ) -> Result<Option<Aligned>> {
-        let Some(tile) = rows::tile(pairs, self.experts) else { return Ok(None) };
+        let Some(tile) = rows::tile(caps, pairs, self.experts) else { return Ok(None) };
         let columns: Vec<u32> = self.gate_up.columns(caps, tile).chain(self.down.columns(caps, tile)).collect();
         Align {
             pairs,

@@ -54,7 +54,7 @@ impl MoeLayer {
         }
         let row_bytes = stride(&self.gate_up).max(stride(&self.down)) as u64 * 4;
         let fits = |tile: usize| align_capacity(pairs, self.experts, tile) as u64 * row_bytes <= caps.max_binding_bytes;
-        let mut tile = matrix::tile(pairs, self.experts)?;
+        let mut tile = matrix::tile(caps, pairs, self.experts)?;
         while !fits(tile) {
             tile = matrix::lower(tile)?;
         }

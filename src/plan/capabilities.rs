@@ -3,6 +3,7 @@
 use crate::error::{Error, ErrorKind, Result};
 use crate::gpu::{GpuInfo, Tier};
 use crate::plan::matrix;
+use crate::plan::tuning::{Tuning, TuningTable};
 
 /// Decisions that depend on the device alone. The rest of the crate asks this instead of limits or features.
 #[derive(Debug, Clone, PartialEq)]
@@ -29,6 +30,8 @@ pub struct Capabilities {
     pub matrix: bool,
     /// Multiply-accumulates that one submission may hold (a desktop driver resets a device after about two seconds).
     pub macs_per_submission: u64,
+    /// Where one way to do the same work becomes better than another: the entry of the tier.
+    pub tuning: Tuning,
 }
 
 /// Largest binding that is used, also where a device would take more: shaders count elements in u32, DX12 counts bytes in
@@ -38,7 +41,7 @@ const MAX_BINDING_BYTES: u64 = (1 << 31) - 4;
 const MIN_INVOCATIONS: u32 = 256;
 
 impl Capabilities {
-    /// Decides for one device.
+    /// Decides for one device, by the built-in [`TuningTable`].
     ///
     /// # Errors
     /// [`ErrorKind::Device`] naming the limit that is too small.
@@ -83,6 +86,7 @@ impl Capabilities {
             along_depth: one_subgroup && !info.software && 4 * min <= MIN_INVOCATIONS,
             matrix: tier >= Tier::Matrix && matrix::takes_subgroups(min, max),
             macs_per_submission: if info.software { 100_000_000 } else { 200_000_000_000 },
+            tuning: TuningTable::built_in()?.of(tier),
         })
     }
 }

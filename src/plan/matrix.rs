@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crate::dtype::DType;
+use crate::plan::capabilities::Capabilities;
 
 /// Rows, columns and depth of the cooperative matrices that the shaders are written for: f16 operands, f32 sums.
 pub const EDGE: u32 = 16;
@@ -112,9 +113,9 @@ impl MatrixTile {
 /// Tile height for `pairs` spread over `matrices` on the matrix tier, or `None` for one pair at a time: the lowest one that
 /// holds the pairs of a matrix, two standard deviations of random routing more than their mean. Two tiles of one matrix read
 /// it twice.
-pub fn tile(pairs: usize, matrices: usize) -> Option<usize> {
+pub fn tile(caps: &Capabilities, pairs: usize, matrices: usize) -> Option<usize> {
     let mean = pairs as f64 / matrices.max(1) as f64;
-    if mean < 2.0 {
+    if mean < caps.tuning.tiles_from {
         return None;
     }
     let most = mean + 2.0 * mean.sqrt();
@@ -129,20 +130,19 @@ pub fn lower(height: usize) -> Option<usize> {
 
 /// The cut of a dense product of `rows` rows with `columns` columns, or `None` for few rows: the highest tile that still
 /// makes enough workgroups.
-pub fn dense(rows: usize, columns: usize) -> Option<MatrixTile> {
+pub fn dense(caps: &Capabilities, rows: usize, columns: usize) -> Option<MatrixTile> {
     if rows <= 8 {
         return None;
     }
     let workgroups = |t: &MatrixTile| rows.div_ceil(t.height as usize) * columns.div_ceil(t.columns as usize);
-    let enough = |t: &&MatrixTile| t.height as usize <= rows && workgroups(t) >= ENOUGH_WORKGROUPS;
+    let enough = |t: &&MatrixTile| t.height as usize <= rows && workgroups(t) >= caps.tuning.matrix_workgroups;
     Some(*DENSE_TILES.iter().rev().find(enough).unwrap_or(&DENSE_TILES[0]))
 }
 
-/// Workgroups that keep a large GPU busy.
-const ENOUGH_WORKGROUPS: usize = 128;
-
-/// Rows from which on a product that must be as exact as f32 arithmetic runs faster on matrices, which then multiply twice.
-pub const EXACT_ROWS: usize = 1024;
+/// Whether a product of `rows` rows that must be as exact as f32 arithmetic runs faster on matrices, which then multiply twice.
+pub fn exact(caps: &Capabilities, rows: usize) -> bool {
+    rows >= caps.tuning.exact_matrix_rows
+}
 
 /// B of an adapter is multiplied by 2^12 where a product adds it, and u divided by as much: B is small and u is large.
 pub const LIFT: u32 = 12;
@@ -261,6 +261,8 @@ impl Measured {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::classes::classes;
+    use crate::plan::tuning::Tuning;
 
     #[test]
     fn parts_in_any_order_give_the_exponent_of_the_whole() {
@@ -308,13 +310,29 @@ mod tests {
         }
     }
 
+    fn device() -> Capabilities {
+        classes().into_iter().find(|caps| caps.matrix).unwrap()
+    }
+
+    #[test]
+    fn thresholds_are_those_of_the_tuning() {
+        let own = device();
+        let height = |caps: &Capabilities, rows| dense(caps, rows, 2048).map(|t| t.height);
+        assert_eq!([8, 9, 64, 2048].map(|rows| height(&own, rows)), [None, Some(16), Some(32), Some(128)]);
+        assert_eq!([1023, 1024].map(|rows| exact(&own, rows)), [false, true]);
+        let tuning = Tuning { tiles_from: 0.5, matrix_workgroups: 1, exact_matrix_rows: 9, ..own.tuning };
+        let caps = Capabilities { tuning, ..own };
+        assert_eq!([8, 9, 64, 2048].map(|rows| height(&caps, rows)), [None, Some(16), Some(64), Some(128)]);
+        assert_eq!([8, 9].map(|rows| exact(&caps, rows)), [false, true]);
+        assert_eq!([7, 8].map(|pairs| tile(&caps, pairs, 16)), [None, Some(16)]);
+    }
+
     #[test]
     fn tiles_grow_with_the_pairs_of_a_matrix() {
-        assert_eq!(tile(0, 16), None);
-        assert_eq!(tile(32, 16), Some(16));
-        assert_eq!(tile(16 * 64, 16), Some(80));
-        assert_eq!(tile(16 * 200, 16), Some(144));
-        assert!((0..1 << 14).filter_map(|n| tile(n, 16)).all(|h| MatrixTile::of(h).is_some()));
+        let caps = device();
+        let tile = |pairs| tile(&caps, pairs, 16);
+        assert_eq!([0, 31, 32, 16 * 64, 16 * 200].map(tile), [None, None, Some(16), Some(80), Some(144)]);
+        assert!((0..1 << 14).filter_map(tile).all(|h| MatrixTile::of(h).is_some()));
         assert_eq!(lower(80), Some(48));
         assert_eq!(lower(16), None);
     }

@@ -10,3 +10,4 @@ pub mod pieces;
 pub mod read;
 pub mod resident;
 pub mod rows;
+pub mod tuning;

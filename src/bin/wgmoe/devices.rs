@@ -10,7 +10,7 @@ use crate::{Device, Format};
 
 /// List the GPUs with their drivers, the tiers they can run and the limits that matter
 #[derive(Args)]
-#[command(after_help = "\
+#[command(mut_arg("tuning", |arg| arg.hide(true)), after_help = "\
 `--device` and `--tier` show only the devices that they would accept.
 
 Examples:
@@ -25,6 +25,9 @@ pub struct Options {
 }
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
+    if options.device.tuning.is_some() {
+        return Err(crate::usage("--tuning: nothing is run here"));
+    }
     let tier = options.device.tier();
     let all = Gpu::list();
     let shown: Vec<&GpuInfo> = all

@@ -16,11 +16,14 @@ mod session;
 mod table;
 mod target;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
+use anyhow::Context;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use wgmoe::ErrorKind;
 use wgmoe::gpu::{Gpu, GpuOptions, Tier};
+use wgmoe::plan::tuning::TuningTable;
 
 /// Run mixture-of-experts models with a different LoRA adapter for each prompt of a batch, on any GPU.
 #[derive(Parser)]
@@ -70,6 +73,9 @@ struct Device {
     /// Kernel tier; `auto` takes the best one that the device can run
     #[arg(long, value_enum, default_value_t = TierChoice::Auto, value_name = "TIER")]
     tier: TierChoice,
+    /// Thresholds of the tiers in the place of the built-in ones, as `wgmoe bench tune` writes them
+    #[arg(long, value_name = "FILE")]
+    tuning: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -108,14 +114,27 @@ impl Device {
     /// The device number `index`, else the one asked for.
     fn open_at(&self, index: Option<usize>, tier: Option<Tier>) -> anyhow::Result<Gpu> {
         match index {
-            Some(index) => Ok(Gpu::new(&GpuOptions { device: Some(index.to_string()), tier })?),
+            Some(index) => {
+                let table = self.table()?;
+                let gpu = Gpu::new(&GpuOptions { device: Some(index.to_string()), tier })?;
+                Ok(gpu.with_tuning(&table))
+            }
             None => self.open_tier(tier),
         }
     }
 
+    /// The thresholds asked for, of all tiers.
+    fn table(&self) -> anyhow::Result<TuningTable> {
+        match &self.tuning {
+            Some(path) => TuningTable::read(path).context("--tuning"),
+            None => Ok(TuningTable::built_in()?),
+        }
+    }
+
     fn open_tier(&self, tier: Option<Tier>) -> anyhow::Result<Gpu> {
+        let table = self.table()?;
         let options = GpuOptions { device: self.device.clone(), tier };
-        Gpu::new(&options).map_err(|error| match &self.device {
+        let gpu = Gpu::new(&options).map_err(|error| match &self.device {
             Some(wanted) => {
                 let all = Gpu::list();
                 if all.is_empty() || all.iter().any(|info| info.matches(wanted, all.len())) {
@@ -125,7 +144,8 @@ impl Device {
                 usage(format!("--device `{wanted}`: no such device; there are {}", names.join(", ")))
             }
             None => error.into(),
-        })
+        })?;
+        Ok(gpu.with_tuning(&table))
     }
 }
 

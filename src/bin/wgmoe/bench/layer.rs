@@ -207,7 +207,7 @@ impl Bench<'_> {
         let bytes = t.experts * 3 * d * f * size + experts * d * 2 + tokens * d * 8 + t.adapter_ranks * factor * 2;
         let macs = pairs * 3 * d * f + tokens * experts * d + t.pair_ranks * factor;
         let (least_us, memory) = limits.least(bytes as f64, macs as f64);
-        let tile = if caps.matrix { matrix::tile(pairs, experts) } else { rows::tile(pairs, experts) };
+        let tile = if caps.matrix { matrix::tile(caps, pairs, experts) } else { rows::tile(caps, pairs, experts) };
         let tile_rows_a_pair = match tile {
             Some(tile) => {
                 let mut counts = vec![0usize; experts];
