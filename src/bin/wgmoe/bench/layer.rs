@@ -2,24 +2,20 @@
 
 use std::io::Write;
 use std::path::PathBuf;
-use std::time::Instant;
 
 use anyhow::Context;
 use clap::Args;
-use wgmoe::gpu::Gpu;
-use wgmoe::kernels::{Recording, View};
-use wgmoe::layer::{LoraBatch, MoeTensors};
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::{matrix, rows};
 use wgmoe::shape::MoeShape;
 
 use crate::bench::limits::Limits;
-use crate::bench::report::{Report, Row, Stage};
+use crate::bench::measure::{Bench, Effort, Measured, seed, slot};
+use crate::bench::report::{Report, Row};
 use crate::bench::routing::{self, touched};
 use crate::bench::shape::{Routing, Shape, Stored};
 use crate::bench::synthetic::Synthetic;
-use crate::bench::timing::{STAGES, Times, WARM_UP};
-use crate::bench::{oracle, roofline};
+use crate::bench::{oracle, roofline, timing};
 use crate::devices::driver;
 use crate::{Device, Format, usage};
 
@@ -72,9 +68,7 @@ pub struct Options {
     device: Device,
 }
 
-const RUNS: usize = 21;
-/// Sets of tokens that runs take in turn.
-const INPUTS: usize = 4;
+const EFFORT: Effort = Effort { runs: 21, warm_up: timing::WARM_UP, profile: false };
 /// Tokens that the CPU computes, too.
 const COMPARED: usize = 2;
 /// Tolerance of the output over its largest value: products in f32, and products with f16 operands.
@@ -87,16 +81,12 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         // Before minutes of work, not after them.
         std::fs::write(path, "").with_context(|| format!("--svg `{}`", path.display()))?;
     }
-    let gpu = options.device.open()?;
-    if !gpu.device().features().contains(wgpu::Features::TIMESTAMP_QUERY) {
-        anyhow::bail!("device `{}` has no timestamps to measure with", gpu.info().name);
-    }
+    let gpu = timing::open(&options.device)?;
     let inside = gpu.device().features().contains(wgpu::Features::TIMESTAMP_QUERY_INSIDE_PASSES);
     if options.profile && !inside {
         anyhow::bail!("--profile: device `{}` has no timestamps inside passes", gpu.info().name);
     }
-    let small = if gpu.info().software { "tiny" } else { "qwen3-30b-a3b" };
-    let shape = Shape::parse(options.shape.as_deref().unwrap_or(small))?;
+    let shape = Shape::of(options.shape.as_deref(), &gpu)?;
     let dtype = options.dtype.dtype();
     let most = options.adapters.iter().copied().max().unwrap_or(0);
     let ranks: Vec<usize> =
@@ -161,39 +151,19 @@ impl Options {
     }
 }
 
-struct Bench<'a> {
-    gpu: &'a Gpu,
-    layer: &'a Synthetic,
-    ranks: &'a [usize],
-}
-
-/// A batch on the device.
-struct Input {
-    x: View,
-    mapping: View,
-}
-
-/// What some runs gave.
-struct Measured {
-    us: f64,
-    stages: Vec<Stage>,
-    /// `[T, D]` of the first tokens.
-    out: Vec<f32>,
-    /// `[T, A]` of the same.
-    ids: Vec<i32>,
-}
-
 impl Bench<'_> {
     /// The measurements of one row, not yet compared with the CPU, and the output `[T, D]`.
     fn row(&self, tokens: usize, adapters: usize, profile: bool, limits: &Limits) -> anyhow::Result<(Row, Vec<f32>)> {
         let MoeShape { experts, top_k, hidden: d, expert_width: f } = self.layer.layer.shape;
-        let measured = self.measure(self.gpu, tokens, adapters, RUNS, false)?;
-        let stages = if profile { self.measure(self.gpu, tokens, adapters, RUNS, true)?.stages } else { Vec::new() };
+        let batch = self.batch(tokens, adapters)?;
+        let measured = self.measure(self.gpu, &batch, EFFORT)?;
+        let profiled = Effort { profile: true, ..EFFORT };
+        let stages = if profile { self.measure(self.gpu, &batch, profiled)?.stages } else { Vec::new() };
         let caps = self.gpu.capabilities();
         let off_f32 = if caps.matrix {
             // The same layer in f32 arithmetic.
             let gpu = self.gpu.with_capabilities(Capabilities { matrix: false, ..caps.clone() });
-            self.difference_in_f32(&measured, &self.measure(&gpu, tokens, adapters, 0, false)?, tokens)
+            self.difference_in_f32(&measured, &self.measure(&gpu, &batch, Effort { runs: 0, ..EFFORT })?, tokens)
         } else {
             0.0
         };
@@ -265,108 +235,6 @@ impl Bench<'_> {
         let off = clear.take(COMPARED.min(tokens)).map(|(t, expected)| difference(&out[t * d..][..d], &expected));
         off.reduce(f32::max).context("no token chooses its experts clearly enough to be compared")
     }
-
-    fn inputs(&self, tokens: usize, adapters: usize) -> anyhow::Result<Vec<Input>> {
-        let d = self.layer.layer.shape.hidden;
-        let storage = |bytes: &[u8]| -> anyhow::Result<View> {
-            let buffer = self.gpu.buffer("bench", bytes.len() as u64, wgpu::BufferUsages::empty())?;
-            self.gpu.queue().write_buffer(&buffer, 0, bytes);
-            Ok(View::whole(&buffer))
-        };
-        (0..INPUTS)
-            .map(|i| {
-                let rows = routing::tokens(tokens, d, seed(i));
-                let slots: Vec<i32> = (0..tokens).map(|t| slot(t, i, adapters).map_or(-1, |s| s as i32)).collect();
-                Ok(Input { x: storage(bytemuck::cast_slice(&rows))?, mapping: storage(bytemuck::cast_slice(&slots))? })
-            })
-            .collect()
-    }
-
-    /// Median time of the whole layer over runs with rotating tokens, and its output for the first tokens. The device never
-    /// waits between runs.
-    fn measure(
-        &self,
-        gpu: &Gpu,
-        tokens: usize,
-        adapters: usize,
-        runs: usize,
-        profile: bool,
-    ) -> anyhow::Result<Measured> {
-        let layer = &self.layer.layer;
-        let MoeShape { top_k, hidden: d, .. } = layer.shape;
-        let storage = |bytes: usize| -> anyhow::Result<View> {
-            Ok(View::whole(&gpu.buffer("bench", bytes as u64, wgpu::BufferUsages::empty())?))
-        };
-        let (out, status) = (storage(tokens * d * 4)?, storage(4)?);
-        let inputs = self.inputs(tokens, adapters)?;
-        let used = &self.ranks[..adapters];
-        let times = Times::new(gpu, runs.max(1));
-        let mut rec = Recording::new(gpu);
-        let mut once = |times: Option<(&Times, usize)>, i: usize| -> anyhow::Result<(Vec<String>, View)> {
-            let input = &inputs[i % INPUTS];
-            let batch = LoraBatch {
-                token_lora_mapping: input.mapping.clone(),
-                slots: self.ranks.len(),
-                adapters: adapters.min(tokens),
-                used: (0..adapters).collect(),
-                max_rank: used.iter().copied().max().unwrap_or(0).next_multiple_of(8),
-                folds: (0..adapters).all(|slot| self.layer.pool.folds(slot)),
-                aligned: None,
-                matrix_aligned: None,
-            };
-            rec.reset();
-            if let Some((times, run)) = times.filter(|_| profile) {
-                rec.profile(times.stages(run), STAGES as usize);
-            }
-            let mut encoder = gpu.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
-            let routed = {
-                let timestamp_writes = times.map(|(times, run)| times.pass(run));
-                let mut pass =
-                    encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label: None, timestamp_writes });
-                let (sites, factors) = self.layer.pool.layer(0);
-                let lora = (adapters > 0).then_some((&batch, sites, factors));
-                let x = &input.x;
-                let tensors = MoeTensors { tokens, x, out: &out, accumulate: false, status: &status, lora };
-                let routed = layer.route(&mut rec, &mut pass, &tensors)?;
-                layer.experts(&mut rec, &mut pass, &tensors, &routed)?;
-                routed
-            };
-            rec.flush();
-            gpu.queue().submit([encoder.finish()]);
-            Ok((rec.profiled(), routed.topk_ids))
-        };
-        // Compiles shaders, then keeps the device busy until its clock is up.
-        let (_, topk_ids) = once(None, 0)?;
-        let out = bytemuck::pod_collect_to_vec(&gpu.read(&out.buffer, 0, (tokens * d * 4) as u64)?);
-        let ids = bytemuck::pod_collect_to_vec(&gpu.read(&topk_ids.buffer, 0, (tokens * top_k * 4) as u64)?);
-        if runs == 0 {
-            return Ok(Measured { us: 0.0, stages: Vec::new(), out, ids });
-        }
-        let begin = Instant::now();
-        while begin.elapsed() < WARM_UP {
-            for i in 0..INPUTS {
-                once(None, i)?;
-            }
-            gpu.device().poll(wgpu::PollType::wait_indefinitely())?;
-        }
-        let mut labels = Vec::new();
-        for run in 0..runs {
-            (labels, _) = once(Some((&times, run)), run)?;
-        }
-        let (us, parts) = times.medians(gpu, &labels)?;
-        let stages = labels.into_iter().zip(parts).map(|(stage, us)| Stage { stage, us }).collect();
-        Ok(Measured { us, stages, out, ids })
-    }
-}
-
-/// Seed of a set of tokens.
-fn seed(input: usize) -> u32 {
-    1000 + input as u32
-}
-
-/// The adapter of a token.
-fn slot(token: usize, input: usize, adapters: usize) -> Option<usize> {
-    (adapters > 0).then(|| (token * 5 + input) % adapters)
 }
 
 /// Largest difference over the largest value expected; infinite where there is none, or a NaN.

@@ -7,6 +7,7 @@ use wgmoe::activation::Activation;
 use wgmoe::checkpoint::{MlpKind, ModelConfig};
 use wgmoe::dtype::DType;
 use wgmoe::family::Family;
+use wgmoe::gpu::Gpu;
 use wgmoe::shape::MoeShape;
 
 use crate::usage;
@@ -23,6 +24,12 @@ pub struct Shape {
 const KNOWN: [&str; 4] = ["qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "tiny"];
 
 impl Shape {
+    /// The one asked for, else one that suits the device.
+    pub fn of(text: Option<&str>, gpu: &Gpu) -> anyhow::Result<Self> {
+        let suits = if gpu.info().software { "tiny" } else { "qwen3-30b-a3b" };
+        Self::parse(text.unwrap_or(suits))
+    }
+
     /// A known name, or a model folder or its `config.json`.
     pub fn parse(text: &str) -> anyhow::Result<Self> {
         // Layers, D, F, E, A, vocabulary, query heads, key heads, width of a head.

@@ -4,6 +4,17 @@ use std::time::Duration;
 
 use wgmoe::gpu::Gpu;
 
+use crate::Device;
+
+/// Opens a device that has a clock.
+pub fn open(device: &Device) -> anyhow::Result<Gpu> {
+    let gpu = device.open()?;
+    if !gpu.device().features().contains(wgpu::Features::TIMESTAMP_QUERY) {
+        anyhow::bail!("device `{}` has no timestamps to measure with", gpu.info().name);
+    }
+    Ok(gpu)
+}
+
 /// How long the device works before it is timed: an idle one lowers its clock.
 pub const WARM_UP: Duration = Duration::from_millis(300);
 
