@@ -4,6 +4,8 @@
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
+use wgmoe::Tier;
+use wgmoe::plan::tuning::{FIELDS, TuningTable};
 
 /// Exit code, stdout and stderr.
 fn bench(args: &[&str]) -> (Option<i32>, String, String) {
@@ -95,8 +97,58 @@ fn a_model_is_measured_on_one_rank_and_on_two() {
 }
 
 #[test]
+fn thresholds_are_measured_and_written_for_the_tier_alone() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("tuning.json");
+    let file = path.to_str().expect("a path");
+    let report = json(&["tune", "--shape", "tiny", "--adapters", "1", "--write", file, "--format", "json"]);
+    let fields = report["fields"].as_array().expect("fields");
+    let names: Vec<&str> = fields.iter().filter_map(|row| row["field"].as_str()).collect();
+    assert!(names.contains(&"tiles_from") && names.contains(&"tiles_of_8_from"), "{names:?}");
+    assert_eq!(names.len() + report["not_measured"].as_array().expect("names").len(), FIELDS.len());
+    for row in fields {
+        let (present, proposed) = (number(row, "present"), number(row, "proposed"));
+        let (us_present, us_proposed) = (number(row, "us_present"), number(row, "us_proposed"));
+        assert!(us_present > 0.0 && us_proposed > 0.0, "{row}");
+        assert!(if present == proposed { us_proposed == us_present } else { us_proposed < 0.98 * us_present }, "{row}");
+        for batch in row["batches"].as_array().expect("batches") {
+            let of = |key: &str| batch[key].as_array().expect("a list").clone();
+            let (values, ways) = (of("values"), of("ways"));
+            assert!(values.iter().any(|value| value.as_f64() == Some(present)), "{batch}");
+            assert!(ways.first() != ways.last() && of("us").len() == values.len(), "{batch}");
+        }
+    }
+    let tier: Tier = report["tier"].as_str().expect("a tier").parse().expect("a tier");
+    let written = TuningTable::read(&path).expect("a table");
+    let built_in = TuningTable::built_in().expect("a table");
+    assert_eq!(written.with(tier, built_in.of(tier)), built_in, "other tiers stay");
+    assert_eq!(serde_json::to_value(written.of(tier)).expect("an entry"), report["tuning"]);
+    assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 1, "nothing else is left");
+
+    // The table of a file decides, and a bad one is refused with the names of file and field.
+    let decided = |name: &str, value: Value| {
+        let mut table = serde_json::to_value(built_in).expect("a table");
+        table[tier.to_string()][name] = value;
+        std::fs::write(&path, table.to_string()).expect("a file");
+        bench(&["layer", "--shape", "tiny", "--tokens", "8", "--adapters", "0", "--format", "json", "--tuning", file])
+    };
+    let rows_a_pair = |(code, stdout, stderr): (Option<i32>, String, String)| {
+        assert_eq!(code, Some(0), "{stderr}");
+        let report: Value = serde_json::from_str(&stdout).expect(&stdout);
+        number(&report["rows"][0], "tile_rows_a_pair")
+    };
+    assert_eq!(rows_a_pair(decided("tiles_from", 12.into())), 1.0, "one by one");
+    assert!(rows_a_pair(decided("tiles_from", 0.5.into())) > 1.0, "in tiles");
+    let (code, stdout, stderr) = decided("tiles_from", 0.into());
+    assert!(code == Some(1) && stdout.is_empty(), "{stderr}");
+    for word in ["--tuning", file, "tiles_from", "expected a number from 0.1 to 65535, got 0"] {
+        assert!(stderr.contains(word), "no `{word}` in {stderr}");
+    }
+}
+
+#[test]
 fn what_cannot_be_measured_is_refused() {
-    let cases: [(&[&str], &str); 8] = [
+    let cases: [(&[&str], &str); 10] = [
         (&["layer", "--shape", "nonsense"], "expected qwen3-30b-a3b"),
         (&["layer", "--tokens", "0"], "--tokens"),
         (&["layer", "--rank", "100000"], "--rank"),
@@ -105,6 +157,8 @@ fn what_cannot_be_measured_is_refused() {
         (&["model", "--shape", "tiny", "--prefill", "99999999"], "context"),
         (&["model", "--shape", "tiny", "--sequences", "0"], "--sequences"),
         (&["model", "--shape", "tiny", "--tp", "2", "--adapters", "1"], "--tp"),
+        (&["tune", "--adapters", "100000"], "--adapters"),
+        (&["tune", "--shape", "tiny", "--write", "."], "--write `.`: expected a regular file"),
     ];
     let failures: Vec<_> = cases
         .iter()

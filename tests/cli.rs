@@ -104,7 +104,7 @@ fn help_teaches_every_command_with_an_example() {
     for word in ["wgmoe placement --from-trace", "--ep <N>", "--copies <N>", "--out <FILE>", "--format"] {
         assert!(placement.contains(word), "no `{word}` in\n{placement}");
     }
-    for what in ["layer", "model"] {
+    for what in ["layer", "model", "tune"] {
         let help = wgmoe(&["bench", what, "--help"]).stdout;
         for word in [format!("wgmoe bench {what}").as_str(), "--shape", "--adapters", "--tier", "--format"] {
             assert!(help.contains(word), "no `{word}` in\n{help}");
@@ -136,6 +136,7 @@ fn mistakes_in_the_command_line_exit_with_2() {
         (vec!["score", "--model", &base, "--requests", "x", "--format", "table"], "--format"),
         (vec!["perplexity", "--model", &base], "--text"),
         (vec!["devices", "--tier", "huge"], "--tier"),
+        (vec!["devices", "--tuning", "x.json"], "--tuning"),
     ];
     for (args, word) in &cases {
         refused(args, 2, &[word]);

@@ -16,6 +16,8 @@ use wgmoe::adapter::Site;
 use wgmoe::adapter::pool::AdapterPool;
 use wgmoe::dtype::DType;
 use wgmoe::placement::{ExpertShare, Placement, PlacementRule, Topology};
+use wgmoe::plan::capabilities::Capabilities;
+use wgmoe::plan::tuning::{FIELDS, Field, Tuning};
 use wgmoe::reference::MoeOutput;
 use wgmoe::router::STATUS_SLOT;
 use wgmoe::shape::MoeShape;
@@ -114,6 +116,32 @@ fn gate_and_up_may_alternate() {
             twin.device.activation = Activation::SwigluClamped { alpha: 1.702, limit: 7.0 };
             let pool = loaded(&gpu, &twin, &adapters);
             let batch = batch(*tokens, slots, false);
+            let expected = twin.expected(&batch.x, &batch.mapping, &held);
+            compare(&gpu, forward(&gpu, &twin.device, Some(&pool), &batch), &expected, &batch)
+        });
+    }
+}
+
+#[test]
+fn a_layer_equals_the_oracle_whatever_its_thresholds_are() {
+    let adapters = adapters();
+    let held: Vec<Option<&Adapter>> = adapters.iter().map(Some).collect();
+    // Of two fields in order the lower one stands first.
+    let set = |tuning: Tuning, (field, value): (&Field, f64)| field.with(&tuning, value).unwrap();
+    for gpu in device::every_variant() {
+        let caps = gpu.capabilities();
+        let lowest = FIELDS.iter().map(|f| (f, if f.whole { 1.0 } else { 0.1 })).fold(caps.tuning, set);
+        let highest = FIELDS.iter().rev().map(|f| (f, 65_535.0)).fold(caps.tuning, set);
+        let tiles_of_4 = Tuning { tiles_from: 0.1, single_pairs_per_expert: 0.1, ..highest };
+        let cases: Vec<(Tuning, usize)> = [lowest, highest, tiles_of_4]
+            .into_iter()
+            .flat_map(|tuning| TOKENS.map(|tokens| (tuning, tokens)))
+            .collect();
+        each_case(&cases, |(tuning, tokens)| {
+            let gpu = gpu.with_capabilities(Capabilities { tuning: *tuning, ..caps.clone() });
+            let twin = Twin::new(&gpu, DType::Bf16, Placement::linear(8, 1, 0).unwrap());
+            let pool = loaded(&gpu, &twin, &adapters);
+            let batch = batch(*tokens, &[0, 1, -1, 2], true);
             let expected = twin.expected(&batch.x, &batch.mapping, &held);
             compare(&gpu, forward(&gpu, &twin.device, Some(&pool), &batch), &expected, &batch)
         });

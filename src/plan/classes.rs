@@ -53,6 +53,23 @@ fn device(subgroup_sizes: (u32, u32), software: bool) -> GpuInfo {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::tuning::{FIELDS, Field, Tuning};
+
+    #[test]
+    fn no_threshold_makes_a_variant_that_is_not_listed() {
+        // Of two fields in order the lower one stands first.
+        let set = |tuning: Tuning, (field, value): (&Field, f64)| field.with(&tuning, value).unwrap();
+        for class in classes() {
+            let lowest = FIELDS.iter().map(|f| (f, if f.whole { 1.0 } else { 0.1 })).fold(class.tuning, set);
+            let highest = FIELDS.iter().rev().map(|f| (f, 65_535.0)).fold(class.tuning, set);
+            let listed = crate::kernels::variants::variants(&class);
+            for tuning in [lowest, highest, Tuning { two_columns_from: 1, ..highest }] {
+                let changed = Capabilities { tuning, ..class.clone() };
+                let more = crate::kernels::variants::variants(&changed);
+                assert!(more.iter().all(|variant| listed.contains(variant)), "{changed:?}");
+            }
+        }
+    }
 
     #[test]
     fn every_size_of_subgroups_is_of_a_class() {

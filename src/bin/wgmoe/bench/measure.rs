@@ -171,13 +171,13 @@ impl<'a> Runner<'a> {
             layer.experts(rec, &mut pass, &tensors, &routed)?;
             routed
         };
-        rec.flush();
         Ok((encoder.finish(), routed))
     }
 
     /// Runs it; the dispatches that were timed, and the chosen experts.
     fn run(&mut self, i: usize, clock: Option<Clock<'_>>) -> anyhow::Result<(Vec<String>, View)> {
         let (commands, routed) = self.record(i, clock)?;
+        self.rec.flush();
         self.gpu.queue().submit([commands]);
         Ok((self.rec.profiled(), routed.topk_ids))
     }

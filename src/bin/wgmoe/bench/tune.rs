@@ -309,7 +309,7 @@ impl Report {
         }
         let mut out = format!("{device}, {driver}, {tier} tier\n{shape} in {dtype}, {adapters} adapters\n{rows}");
         if !self.not_measured.is_empty() {
-            out += &format!("\nnot decided by in this layer: {}", self.not_measured.join(", "));
+            out += &format!("\ndecide nothing in this layer: {}", self.not_measured.join(", "));
         }
         out
     }
