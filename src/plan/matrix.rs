@@ -318,11 +318,11 @@ mod tests {
     fn thresholds_are_those_of_the_tuning() {
         let own = device();
         let height = |caps: &Capabilities, rows| dense(caps, rows, 2048).map(|t| t.height);
-        assert_eq!([8, 9, 64, 2048].map(|rows| height(&own, rows)), [None, Some(16), Some(32), Some(128)]);
+        assert_eq!([8, 9, 128, 2048].map(|rows| height(&own, rows)), [None, Some(16), Some(32), Some(128)]);
         assert_eq!([1023, 1024].map(|rows| exact(&own, rows)), [false, true]);
         let tuning = Tuning { tiles_from: 0.5, matrix_workgroups: 1, exact_matrix_rows: 9, ..own.tuning };
         let caps = Capabilities { tuning, ..own };
-        assert_eq!([8, 9, 64, 2048].map(|rows| height(&caps, rows)), [None, Some(16), Some(64), Some(128)]);
+        assert_eq!([8, 9, 128, 2048].map(|rows| height(&caps, rows)), [None, Some(16), Some(128), Some(128)]);
         assert_eq!([8, 9].map(|rows| exact(&caps, rows)), [false, true]);
         assert_eq!([7, 8].map(|pairs| tile(&caps, pairs, 16)), [None, Some(16)]);
     }
