@@ -83,13 +83,13 @@ impl LoraBatch {
         Ok(self)
     }
 
-    /// Whether a product on cooperative matrices with `weights` in tiles of `tile` rows adds these adapters itself: their factors
-    /// keep within the range of f16, and what a tile meets of them is not long beside a row of the weights.
-    pub(super) fn folded(&self, weights: &Weights, tile: usize) -> bool {
+    /// Whether a product on cooperative matrices with `weights` adds these adapters itself: their factors keep within the range of
+    /// f16, and what a tile meets of them, `most` at most, is not longer than a row of the weights.
+    pub(super) fn folded(&self, weights: &Weights, most: usize) -> bool {
         weights.exponent.get() == Some(0)
             && self.folds
             && self.slots <= matrix::FOLDED_SLOTS
-            && matrix::folds(self.adapters.min(tile), self.max_rank, weights.in_dim)
+            && matrix::folds(self.adapters.min(most), self.max_rank, weights.in_dim)
     }
 
     /// Records the adapters of a site that works on whole tokens, after its product.

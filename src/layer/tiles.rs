@@ -143,10 +143,11 @@ impl MoeLayer {
         t.lora.is_some_and(|(batch, ..)| rows::apart(caps, t.tokens * self.shape.top_k, buckets(batch)))
     }
 
-    /// Whether a product with `weights` in tiles of `tile` pairs adds the adapters itself: their factors keep within f16 and are
-    /// not long beside a row of weights.
+    /// Whether a product with `weights` in tiles of `tile` pairs adds the adapters itself.
     fn folds(&self, t: &MoeTensors<'_>, weights: &Weights, tile: usize) -> bool {
-        t.lora.is_some_and(|(batch, ..)| batch.folded(weights, tile))
+        // A tile has no more adapters than pairs, of which an expert has so many on the average.
+        let most = (t.tokens * self.shape.top_k).div_ceil(self.experts).min(tile);
+        t.lora.is_some_and(|(batch, ..)| batch.folded(weights, most))
     }
 
     /// Tiles of pairs that share expert and adapter.
@@ -199,7 +200,7 @@ impl MoeLayer {
             return Ok(Products { y, y_stride, w_unscale: 2f32.powi(-exponent) });
         };
         let (slots, experts, top_k, folded) =
-            (batch.slots, self.experts, self.shape.top_k, batch.folded(weights, aligned.tile));
+            (batch.slots, self.experts, self.shape.top_k, self.folds(t, weights, aligned.tile));
         let token_lora_mapping = &batch.token_lora_mapping;
         let max_rank = batch.max_rank.next_multiple_of(if folded { EDGE as usize } else { 8 });
         let u = match product.tiles {
