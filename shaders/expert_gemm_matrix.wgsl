@@ -98,6 +98,8 @@ var<workgroup> y_tile: array<f32, {{ subgroups * 16 * strip }}>;
 const LIFT = {{ 2 ** lift }}.0;
 // Bits of the slots that the rows of each subgroup's loads have.
 var<workgroup> slot_bits: array<vec4<u32>, {{ subgroups }}>;
+// The slot of each row in the upper byte, 255 for none, and its pair.
+var<workgroup> row_words: array<u32, {{ height }}>;
 {% endif %}
 
 {% include "shared/rows.wgsl" %}
@@ -267,6 +269,27 @@ fn main(
     {{ fetch_x(p, p ~ "u") }}
     {% endif %}
     {% endfor %}
+    {% if lora %}
+    // Which row has which slot is found while the first loads are on their way, and kept where it takes no registers from the products.
+    var own_slots = vec4<u32>();
+    {% for i in range(x_loads) %}
+    {% if rows == "dense" %}
+    let pair{{ i }} = first_row + row{{ i }};
+    {% endif %}
+    let mapped{{ i }} = token_lora_mapping[min(pair{{ i }}, params.rows - 1u) / params.top_k];
+    {% endfor %}
+    {% for i in range(x_loads) %}
+    if (row{{ i }} < {{ height }}u && part == 0u) {
+        var slot = 255u;
+        if (pair{{ i }} < params.rows && mapped{{ i }} >= 0 && mapped{{ i }} < i32(params.slots)) {
+            slot = u32(mapped{{ i }});
+            own_slots[slot / 32u] = own_slots[slot / 32u] | (1u << (slot % 32u));
+        }
+        row_words[row{{ i }}] = slot << 24u | pair{{ i }} & 0xffffffu;
+    }
+    {% endfor %}
+    slot_bits[subgroup] = subgroupOr(own_slots);
+    {% endif %}
     for (var step = 0u; step < steps; step = step + {{ ahead }}u) {
         {% for p in range(ahead) %}
         {
@@ -297,28 +320,6 @@ fn main(
     }
 
     {% if lora %}
-    // Which slots the rows of the tile have. Nothing of this is kept in registers while W is multiplied.
-    var own_slots = vec4<u32>();
-    {% for i in range(x_loads) %}
-    {% if rows == "tiles" %}
-    let u_pair{{ i }} = u32(ids[params.sorted_base + first_row + min(row{{ i }}, {{ height - 1 }}u)]);
-    {% else %}
-    let u_pair{{ i }} = first_row + row{{ i }};
-    {% endif %}
-    let token{{ i }} = min(u_pair{{ i }}, params.rows - 1u) / params.top_k;
-    {% endfor %}
-    {% for i in range(x_loads) %}
-    let mapped{{ i }} = token_lora_mapping[token{{ i }}];
-    {% endfor %}
-    {% for i in range(x_loads) %}
-    let real{{ i }} = row{{ i }} < {{ height }}u && u_pair{{ i }} < params.rows && mapped{{ i }} < i32(params.slots);
-    let slot{{ i }} = select(-1, mapped{{ i }}, real{{ i }});
-    if (slot{{ i }} >= 0) {
-        own_slots[u32(slot{{ i }}) / 32u] = own_slots[u32(slot{{ i }}) / 32u] | (1u << (u32(slot{{ i }}) % 32u));
-    }
-    {% endfor %}
-    slot_bits[subgroup] = subgroupOr(own_slots);
-    workgroupBarrier();
     var slots = slot_bits[0];
     {% for s in range(1, subgroups) %}
     slots = slots | slot_bits[{{ s }}];
@@ -368,7 +369,7 @@ fn main(
         let storage = storage_of(factor);
         // Where nothing stands, something else is read and counts as 0.
         let b_group = min(group, max(groups, 1u) - 1u);
-        let own_slot = select(-2, i32(slot), inside);
+        let own_slot = select(256u, slot, inside);
         {% for i in range(w_loads) %}
         {% if across %}
         let offset{{ i }} = y_begin + row{{ i }} - params.span_begin[projection];
@@ -384,12 +385,14 @@ fn main(
         workgroupBarrier();
         {
             {% for i in range(x_loads) %}
-            let at{{ i }} = (min(u_pair{{ i }}, params.rows - 1u) * params.projections + projection) * (params.max_rank / 8u) + group;
+            let word{{ i }} = row_words[min(row{{ i }}, {{ height - 1 }}u)];
+            let u_pair{{ i }} = min(word{{ i }} & 0xffffffu, params.rows - 1u);
+            let at{{ i }} = (u_pair{{ i }} * params.projections + projection) * (params.max_rank / 8u) + group;
             let read{{ i }} = u[at{{ i }}];
             {% endfor %}
             {% for i in range(x_loads) %}
             {
-                let words = select(vec4<u32>(), read{{ i }}, slot{{ i }} == own_slot);
+                let words = select(vec4<u32>(), read{{ i }}, word{{ i }} >> 24u == own_slot);
                 {{ store("x_tile", i, height, "halves(words.xy)", "halves(words.zw)") }}
             }
             {% endfor %}

@@ -83,12 +83,13 @@ impl LoraBatch {
         Ok(self)
     }
 
-    /// Whether a product on cooperative matrices with `weights` adds these adapters itself: their factors keep within the range of
+    /// Whether a product of `rows` rows on cooperative matrices with `weights` adds these adapters itself: their factors keep within the range of
     /// f16, and what a tile meets of them, `most` at most, is not longer than a row of the weights.
-    pub(super) fn folded(&self, weights: &Weights, most: usize) -> bool {
+    pub(super) fn folded(&self, weights: &Weights, most: usize, rows: usize) -> bool {
         weights.exponent.get() == Some(0)
             && self.folds
             && self.slots <= matrix::FOLDED_SLOTS
+            && rows < matrix::FOLDED_ROWS
             && matrix::folds(self.adapters.min(most), self.max_rank, weights.in_dim)
     }
 

@@ -47,7 +47,7 @@ impl Dense<'_> {
         let cut = Cut::of(&caps, tokens, out_dim, in_dim).filter(|_| !exact);
         if let (None, Some(tile), Some(adapters)) = (cut, dense_on_matrices(&caps, tokens, weights, false), adapters)
             && !exact
-            && adapters.0.folded(weights, tile.height as usize)
+            && adapters.0.folded(weights, tile.height as usize, tokens)
             && (rows::tokens_apart(&caps, tokens) || adapters.0.matrix_aligned.is_some())
         {
             return self.record_folded(rec, pass, adapters);

@@ -146,8 +146,9 @@ impl MoeLayer {
     /// Whether a product with `weights` in tiles of `tile` pairs adds the adapters itself.
     fn folds(&self, t: &MoeTensors<'_>, weights: &Weights, tile: usize) -> bool {
         // A tile has no more adapters than pairs, of which an expert has so many on the average.
-        let most = (t.tokens * self.shape.top_k).div_ceil(self.experts).min(tile);
-        t.lora.is_some_and(|(batch, ..)| batch.folded(weights, most))
+        let pairs = t.tokens * self.shape.top_k;
+        let most = pairs.div_ceil(self.experts).min(tile);
+        t.lora.is_some_and(|(batch, ..)| batch.folded(weights, most, pairs))
     }
 
     /// Tiles of pairs that share expert and adapter.
