@@ -105,10 +105,9 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
 
     {% for v in range(values) %}
     {% if by_score %}
-    var key{{ v }} = 0u;
-    if (logit{{ v }} != 0u{% if groups %} && (open_groups & (1u << (expert{{ v }} / group_size))) != 0u{% endif %}) {
-        key{{ v }} = order_key(score(key_value(logit{{ v }}), most, total){% if biased %} + bias[expert{{ v }}]{% endif %});
-    }
+    let score{{ v }} = score(key_value(max(logit{{ v }}, 1u)), most, total){% if biased %} + bias[min(expert{{ v }}, params.experts - 1u)]{% endif %};
+    let open{{ v }} = (logit{{ v }} != 0u){% if groups %} & ((open_groups & (1u << (expert{{ v }} / group_size % 32u))) != 0u){% endif %};
+    var key{{ v }} = select(0u, order_key(score{{ v }}), open{{ v }});
     {% else %}
     var key{{ v }} = logit{{ v }};
     {% endif %}
@@ -123,14 +122,13 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         {% endfor %}
         let key = reduce_max_u32(own, lane);
         // Lanes hold experts in order, so the first lane that has the key has the lowest id.
-        var taken = first_lane(own == key, lane) != lane || key == 0u;
+        var taken = (first_lane(own == key, lane) != lane) | (key == 0u);
         found = found + select(0u, 1u, key != 0u);
         {% for v in range(values) %}
-        if (!taken && key{{ v }} == key) {
-            key{{ v }} = 0u;
-            place{{ v }} = k;
-            taken = true;
-        }
+        let mine{{ v }} = !taken & (key{{ v }} == key);
+        key{{ v }} = select(key{{ v }}, 0u, mine{{ v }});
+        place{{ v }} = select(place{{ v }}, k, mine{{ v }});
+        taken = taken | mine{{ v }};
         {% endfor %}
     }
 

@@ -143,17 +143,12 @@ fn prefix_sum(value: f32, lane: u32) -> f32 {
 // A word that orders like the number: larger key, larger number. 0 stands for NaN and -inf, which nothing selects;
 // +inf counts as the largest finite number, and -0 as 0. NaN is told by its bits: fast-math may drop `x != x`.
 fn order_key(value: f32) -> u32 {
-    var bits = bitcast<u32>(value);
-    if ((bits & 0x7fffffffu) > 0x7f800000u || bits == 0xff800000u) {
-        return 0u;
-    }
-    if (bits == 0x7f800000u) {
-        bits = 0x7f7fffffu;
-    }
-    if (bits == 0x80000000u) {
-        bits = 0u;
-    }
-    return select(bits | 0x80000000u, ~bits, (bits & 0x80000000u) != 0u);
+    // Without branches: where this is written out many times over, some compilers take for ever over them.
+    let read = bitcast<u32>(value);
+    let nothing = ((read & 0x7fffffffu) > 0x7f800000u) | (read == 0xff800000u);
+    let finite = select(read, 0x7f7fffffu, read == 0x7f800000u);
+    let bits = select(finite, 0u, finite == 0x80000000u);
+    return select(select(bits | 0x80000000u, ~bits, (bits & 0x80000000u) != 0u), 0u, nothing);
 }
 
 // The number behind a key that is not 0.
