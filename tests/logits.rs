@@ -169,7 +169,9 @@ fn few_rows_give_the_same_logits_where_lanes_lie_along_the_depth() {
             let [expected, got] = engines.each_mut().map(|engine| run(engine, &requests));
             for ((case, prompt, _), (expected, got)) in requests.iter().zip(expected.iter().zip(&got)) {
                 let off = largest_difference(&got.0, &expected.0);
-                assert!(off < 1e-4, "{} {case}: logits differ by {off}", gpu.tier());
+                // Elsewhere some of these rows may run on cooperative matrices.
+                let allowed = if gpu.capabilities().matrix { common::TOL_MATRIX_LOGITS } else { 1e-4 };
+                assert!(off < allowed, "{} {case}: logits differ by {off}", gpu.tier());
                 // What decoding led to is scored as a prompt, on the ordinary way.
                 check_greedy(&mut engines[0], case, prompt, &expected.1, &got.1).unwrap();
             }
