@@ -14,9 +14,15 @@ if (projection >= params.projections) {
     return;
 }
 let r = row % params.max_rank;
-var factor = Factor(0u, 0u, 0u, 0.0);
-if (id >= 0 && id < i32(params.experts) && slot >= 0 && slot < i32(params.slots)) {
-    factor = index[params.index_base + (u32(slot) * params.experts + u32(id)) * params.projections + projection];
-}
+// Put together from parts: a variable of a struct with offsets is not what SPIR-V 1.6 allows, though naga writes it.
+let known = (id >= 0) & (id < i32(params.experts)) & (slot >= 0) & (slot < i32(params.slots));
+let place = (u32(slot) * params.experts + u32(id)) * params.projections + projection;
+let found = index[params.index_base + select(0u, place, known)];
+let factor = Factor(
+    select(0u, found.a, known),
+    select(0u, found.b, known),
+    select(0u, found.rank_type, known),
+    select(0.0, found.scale, known),
+);
 let rank = factor.rank_type & 0xffffu;
 let storage = storage_of(factor);
