@@ -64,7 +64,7 @@ struct ExpertGemmMatrixParams {
 @group(0) @binding(2) var<storage, read> w: array<vec4<u32>>; // [count, out_rows, K], rows padded to eight
 @group(0) @binding(3) var<storage, read> ids: array<i32>; // alignment; unused when dense
 {% if lora %}
-@group(0) @binding(4) var<storage, read> u: array<vec4<u32>>; // f16 [P, projections, max_rank] from `lora_shrink_matrix`
+@group(0) @binding(4) var<storage, read> u: array<vec4<u32>>; // f16 [P, projections, max_rank]; `lora_shrink_matrix`, `pair_shrink_packed`
 @group(0) @binding(5) var<storage, read> pool: array<vec4<u32>>;
 @group(0) @binding(6) var<storage, read> index: array<Factor>; // [slots, experts, projections] from index_base
 @group(0) @binding(7) var<storage, read> token_lora_mapping: array<i32>; // [T]

@@ -112,10 +112,17 @@ fn only_slots_that_occur_take_room_in_an_alignment() {
             let mut rng = Rng::new(19);
             let mut draw = |n: usize| (rng.floats(1)[0].abs() * 1e6) as usize % n;
             let ids: Vec<i32> = (0..pairs)
-                .map(|_| if draw(9) == 0 { -1 } else { (used[draw(used.len())] * EXPERTS + draw(EXPERTS)) as i32 })
+                .map(|_| match draw(9) {
+                    0 => -1,
+                    // Slots between those that occur, and past all that could: no bucket.
+                    1 => ([1, 299, 512, 5000][draw(4)] * EXPERTS) as i32,
+                    _ => (used[draw(used.len())] * EXPERTS + draw(EXPERTS)) as i32,
+                })
                 .collect();
+            let known: Vec<i32> =
+                ids.iter().map(|id| if used.contains(&(*id as usize / EXPERTS)) { *id } else { -1 }).collect();
             let buckets = 301 * EXPERTS;
-            let expected = reference::align(&ids, buckets, tile, &COLUMNS);
+            let expected = reference::align(&known, buckets, tile, &COLUMNS);
             let capacity = align_capacity(pairs, used.len() * EXPERTS, tile);
             let got = align_with(&gpu, &ids, buckets, tile, capacity, &|align, rec, pass| {
                 align.record_used(rec, pass, &used, EXPERTS)
@@ -126,6 +133,13 @@ fn only_slots_that_occur_take_room_in_an_alignment() {
             assert_eq!(got.dispatch, expected.dispatch, "dispatch: {what}");
             assert!(got.sorted_token_ids == expected.sorted_token_ids[..capacity], "pairs: {what}");
         }
+        // Slots that there are no bits for: all are counted.
+        let ids = [600 * EXPERTS as i32 + 2, -1, 599 * EXPERTS as i32];
+        let (buckets, capacity) = (601 * EXPERTS, align_capacity(3, 601 * EXPERTS, 4));
+        let got = align_with(&gpu, &ids, buckets, 4, capacity, &|align, rec, pass| {
+            align.record_used(rec, pass, &[600], EXPERTS)
+        });
+        assert_eq!(got.expert_ids, reference::align(&ids, buckets, 4, &COLUMNS).expert_ids);
     }
 }
 

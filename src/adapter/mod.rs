@@ -104,9 +104,10 @@ pub struct Factor {
 }
 
 impl Factor {
-    /// Whether products on cooperative matrices can add it, see [`matrix::factor_folds`]; true for what they never meet.
+    /// Whether products on cooperative matrices can add it, see [`matrix::factor_folds`]; true for the embedding, which has no
+    /// product.
     pub(crate) fn folds(&self) -> bool {
-        let outside = matches!(self.site, Site::Embedding | Site::LmHead);
+        let outside = self.site == Site::Embedding;
         let Self { a, b, .. } = self;
         // A bias is a column of B, whose part of u is as large as a row's power of two.
         let folds = || matrix::factor_folds((a.dtype, &a.bytes), (b.dtype, &b.bytes), a.cols, self.scale);
@@ -223,5 +224,34 @@ impl Factor {
     /// What it changes: layer, site, expert.
     pub fn place(&self) -> (usize, Site, usize) {
         (self.layer, self.site, self.expert)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn factors_with_a_bias_or_outside_the_range_of_halves_are_not_folded() {
+        let matrix = |rows: usize, cols: usize, value: f32| {
+            let bytes = DType::F32.encode(&vec![value; rows * cols]);
+            Arc::new(Matrix { dtype: DType::F32, rows, cols, bytes })
+        };
+        let factor = |site: Site, b: f32, bias: Option<f32>| Factor {
+            layer: 0,
+            site,
+            expert: 0,
+            rank: 2,
+            scale: 1.0,
+            a: matrix(2, 8, 0.1),
+            b: matrix(4, 2, b),
+            bias: bias.map(|v| matrix(4, 1, v)),
+        };
+        for site in [Site::Q, Site::ExpertGate, Site::ExpertDown, Site::LmHead] {
+            assert!(factor(site, 0.1, None).folds(), "{site:?}");
+            assert!(!factor(site, 0.1, Some(0.1)).folds(), "{site:?}: the power of two of a row may be any");
+            assert!(!factor(site, 50.0, None).folds(), "{site:?}: B exceeds f16");
+        }
+        assert!(factor(Site::Embedding, 50.0, None).folds());
     }
 }

@@ -98,9 +98,10 @@ pub struct ExpertGemmMatrix<'a> {
 }
 
 /// Adapters that a product adds: `y[p] += B · u[p]` for each projection of the site, with the factors of the pair's expert and
-/// its token's slot, all of which [`matrix::factor_folds`].
+/// its token's slot, none of which has a bias and all of which [`matrix::factor_folds`].
 pub struct Folded<'a> {
-    /// f16 `[P, projections, max_rank]`, from [`LoraShrinkMatrix`](crate::kernels::lora_matrix::LoraShrinkMatrix).
+    /// f16 `[P, projections, max_rank]`, from [`LoraShrinkMatrix`](crate::kernels::lora_matrix::LoraShrinkMatrix) or
+    /// [`PairShrink::record_packed`](crate::kernels::pair_shrink::PairShrink::record_packed).
     pub u: View,
     /// Rank that u has room for: a multiple of 16.
     pub max_rank: usize,

@@ -73,7 +73,8 @@ impl LoraBatch {
             align.record_used(rec, pass, &used, 1)
         };
         if caps.matrix && self.folds && !rows::tokens_apart(&caps, tokens) {
-            let columns: Vec<u32> = sites.iter().flat_map(|s| lora_matrix::column_tiles(s, self.max_rank)).collect();
+            // Only the shrink reads it: products add the rest.
+            let columns: Vec<u32> = sites.iter().map(|s| lora_matrix::column_tiles(s, self.max_rank)[0]).collect();
             self.matrix_aligned = Some(align(lora_matrix::TILE, "adapter matrix tiles", &columns, rec, pass)?);
         }
         if let Some(tile) = rows::adapter_tile(&caps, tokens, self.adapters) {
