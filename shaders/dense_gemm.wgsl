@@ -141,22 +141,22 @@ fn main(
     }
 
     {% if lora %}
-    var value = value_of(addend);
-    {% for i in range(tile) %}
-    {% for j in range(per_lane) %}
-    sum{{ i }}_{{ j }} = sum{{ i }}_{{ j }} + select(0.0, value, addend.sum == {{ i * per_lane + j }}u);
-    {% endfor %}
-    {% endfor %}
+    {% macro add(addend) %}
+    {
+        let value = value_of({{ addend }});
+        {% for i in range(tile) %}
+        {% for j in range(per_lane) %}
+        sum{{ i }}_{{ j }} = sum{{ i }}_{{ j }} + select(0.0, value, {{ addend }}.sum == {{ i * per_lane + j }}u);
+        {% endfor %}
+        {% endfor %}
+    }
+    {% endmacro %}
+    {{ add("addend") }}
     // High ranks have more of it than lanes.
     let items = {{ sums }}u * (params.max_rank / 8u);
     for (var item = subgroup_lane + {{ depth_lanes }}u; item < items; item = item + {{ depth_lanes }}u) {
         let more = read_addend(item, first_row, first_column);
-        value = value_of(more);
-        {% for i in range(tile) %}
-        {% for j in range(per_lane) %}
-        sum{{ i }}_{{ j }} = sum{{ i }}_{{ j }} + select(0.0, value, more.sum == {{ i * per_lane + j }}u);
-        {% endfor %}
-        {% endfor %}
+        {{ add("more") }}
     }
     {% endif %}
 

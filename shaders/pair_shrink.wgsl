@@ -1,39 +1,11 @@
 // First half of the adapters of few pairs: u[p] = s A x[row(p)], each row of A by a subgroup. In front of the values stands
 // where B is, so that `pair_gemm`, `down_combine` and `dense_gemm` find both in one place. A pair without adapter has no groups
 // of B. With `dense` a pair is a whole token.
-struct PairShrinkParams {
-    // P.
-    rows: u32,
-    // Pairs that share a row of x.
-    row_div: u32,
-    // Row of x in vec4.
-    x_stride: u32,
-    // Groups of eight in a row of A.
-    groups: u32,
-    // Entries of this site in `index`, projections of the site, and the rank that u has room for.
-    index_base: u32,
-    projections: u32,
-    max_rank: u32,
-    // Pairs of a token.
-    top_k: u32,
-    // Experts of this rank, and adapter slots.
-    experts: u32,
-    slots: u32,
-    pad0: u32,
-    pad1: u32,
-}
+{% include "shared/pair_shrink.wgsl" %}
 
-@group(0) @binding(0) var<uniform> params: PairShrinkParams;
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>; // [rows / row_div, K]
-@group(0) @binding(2) var<storage, read> pool: array<vec4<u32>>;
-@group(0) @binding(3) var<storage, read> index: array<Factor>; // [L, E_l, projections] from index_base
-@group(0) @binding(4) var<storage, read> ids: array<i32>; // [P], local; unused when dense
-@group(0) @binding(5) var<storage, read> token_lora_mapping: array<i32>; // [T]
 // [P, projections, 4 + max_rank]: first group of B, groups of a row of B, storage type, 0, then u.
 @group(0) @binding(6) var<storage, read_write> u: array<u32>;
-@group(0) @binding(7) var<storage, read_write> status: array<atomic<u32>>; // [1]
-
-{% include "shared/factors.wgsl" %}
 
 @compute @workgroup_size({{ lanes }})
 fn main(
@@ -43,11 +15,6 @@ fn main(
 ) {
     let pair = workgroup.x;
     let row = workgroup.y * {{ lanes // depth_lanes }}u + subgroup;
-    {% if dense %}
-    let id = 0;
-    {% else %}
-    let id = ids[pair];
-    {% endif %}
     {% include "shared/pair_factor.wgsl" %}
     // A bias is a column of B whose element of u is the scale alone.
     let a_rows = rank - biased(factor);

@@ -1,37 +1,10 @@
 // First half of the adapters of pairs that hardly share any, for a product on cooperative matrices that adds B u
 // (`expert_gemm_matrix`): u[p] = s A x[row(p)] 2^-{{ lift }} as f16, two rows of A by a subgroup. Rows of x come packed; u keeps their
 // powers of two.
-struct PairShrinkParams {
-    // P.
-    rows: u32,
-    // Pairs that share a row of x.
-    row_div: u32,
-    // Row of x, and of A, in groups of eight.
-    x_stride: u32,
-    groups: u32,
-    // Entries of this site in `index`, projections of the site, and the rank that u has room for.
-    index_base: u32,
-    projections: u32,
-    max_rank: u32,
-    // Pairs of a token.
-    top_k: u32,
-    // Experts of this rank, and adapter slots.
-    experts: u32,
-    slots: u32,
-    pad0: u32,
-    pad1: u32,
-}
+{% include "shared/pair_shrink.wgsl" %}
 
-@group(0) @binding(0) var<uniform> params: PairShrinkParams;
 @group(0) @binding(1) var<storage, read> x: array<vec4<u32>>; // f16 [rows / row_div, K]
-@group(0) @binding(2) var<storage, read> pool: array<vec4<u32>>;
-@group(0) @binding(3) var<storage, read> index: array<Factor>; // [L, E_l, projections] from index_base
-@group(0) @binding(4) var<storage, read> ids: array<i32>; // [P], local; unused when dense
-@group(0) @binding(5) var<storage, read> token_lora_mapping: array<i32>; // [T]
 @group(0) @binding(6) var<storage, read_write> u: array<u32>; // f16 [P, projections, max_rank]
-@group(0) @binding(7) var<storage, read_write> status: array<atomic<u32>>; // [1]
-
-{% include "shared/factors.wgsl" %}
 
 @compute @workgroup_size({{ lanes }})
 fn main(
@@ -41,11 +14,6 @@ fn main(
 ) {
     let pair = workgroup.x;
     let row = (workgroup.y * {{ lanes // depth_lanes }}u + subgroup) * 2u;
-    {% if dense %}
-    let id = 0;
-    {% else %}
-    let id = ids[pair];
-    {% endif %}
     {% include "shared/pair_factor.wgsl" %}
     // B is read in groups: u is 0 up to the end of the last one.
     if (r >= (rank + 7u) / 8u * 8u) {

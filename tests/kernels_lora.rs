@@ -5,9 +5,12 @@ mod common;
 mod device;
 #[path = "common/gpu_run.rs"]
 mod gpu_run;
+#[path = "common/held.rs"]
+mod held;
 
 use common::{AdapterMix, Rng, Routing, TOL_F32, UNWRITTEN_F32, UNWRITTEN_I32, each_case, rel_err, tolerance};
 use gpu_run::{Output, read, run, upload, weights};
+use held::{Held, place};
 use wgmoe::Gpu;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::align::Align;
@@ -18,24 +21,13 @@ use wgmoe::kernels::lora_gather::LoraGather;
 use wgmoe::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
 use wgmoe::kernels::pack::{Pack, Packed};
 use wgmoe::kernels::pair_shrink::PairShrink;
-use wgmoe::plan::matrix::factor_exponent;
+use wgmoe::plan::matrix::{factor_exponent, largest_magnitude};
 use wgmoe::reference;
 use wgmoe::router::NoAdapter;
 use wgmoe::shape::align_capacity;
 
 /// Entries of other sites in front of this one.
 const INDEX_BASE: usize = 3;
-
-/// One (virtual expert, projection) as the oracle sees it.
-#[derive(Debug, Clone)]
-struct Held {
-    rank: usize,
-    scale: f32,
-    a: Vec<f32>,
-    /// `[out, R]`, and the bias apart.
-    b: Vec<f32>,
-    bias: Option<Vec<f32>>,
-}
 
 #[derive(Debug, Clone)]
 struct Case {
@@ -76,21 +68,8 @@ fn case() -> Case {
 /// A with the power of two that the pool keeps for it.
 fn place_a(pool: &mut Vec<u8>, dtype: DType, values: &[f32], cols: usize) -> (u32, Vec<f32>, u32) {
     let (at, decoded) = place(pool, dtype, values, cols);
-    let exponent = factor_exponent(dtype, &dtype.encode(values));
+    let exponent = factor_exponent(largest_magnitude(dtype, &dtype.encode(values)));
     (at, decoded, u32::from(exponent.cast_unsigned()))
-}
-
-/// 16-byte words of a matrix with rows padded to eight columns.
-fn place(pool: &mut Vec<u8>, dtype: DType, values: &[f32], cols: usize) -> (u32, Vec<f32>) {
-    let at = pool.len() / 16;
-    let mut decoded = Vec::new();
-    for row in values.chunks(cols) {
-        let bytes = dtype.encode(row);
-        decoded.extend(dtype.decode(&bytes));
-        pool.extend_from_slice(&bytes);
-        pool.resize(pool.len() + (cols.next_multiple_of(8) - cols) * dtype.size(), 0);
-    }
-    (at as u32, decoded)
 }
 
 /// Pool, index, and what the oracle looks up at (virtual expert · projections + projection).
@@ -124,11 +103,23 @@ fn factors(gpu: &Gpu, case: &Case, rng: &mut Rng) -> (Factors, Vec<Held>) {
                 let kind = [DType::F32, DType::F16, DType::Bf16].iter().position(|d| d == dtype).unwrap() as u32;
                 let flags = kind << 16 | u32::from(biased) << 18 | exponent << 24;
                 index.push([a, b, columns as u32 | flags, scale.to_bits()]);
-                held.push(Held { rank, scale, a: a_values, b: b_values, bias });
+                // A common A is whole also where this projection has no factor.
+                let a = a_values[..rank * case.inner].to_vec();
+                held.push(Held { rank, scale, a, b: b_values, bias });
             }
         }
     }
     (Factors { pools: vec![upload(gpu, &pool)], index: upload(gpu, &index), empty: Vec::new() }, held)
+}
+
+/// Adds the adapters of all pairs to y, `[P, stride]`, as the oracle does.
+fn add_adapters(case: &Case, held: &[Held], x: &[f32], virtual_ids: &[i32], y: &mut [f32], stride: usize) {
+    let mut column = 0;
+    for (i, out) in case.out_dims.iter().enumerate() {
+        let find = |v: usize| Some(held[v * case.out_dims.len() + i].factors());
+        reference::lora(x, case.top_k, virtual_ids, &find, *out, case.inner, y, stride, column);
+        column += out;
+    }
 }
 
 /// A case on the device, and what the oracle needs to know of it.
@@ -214,21 +205,7 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
     });
     let got = y.read(gpu);
     let mut expected = before.clone();
-    let mut column = 0;
-    for (i, out) in case.out_dims.iter().enumerate() {
-        let find = |v: usize| {
-            let h = &held[v * projections + i];
-            Some(reference::Factors {
-                rank: h.rank,
-                scale: h.scale,
-                a: &h.a[..h.rank * case.inner],
-                b: &h.b[..out * h.rank],
-                bias: h.bias.as_deref(),
-            })
-        };
-        reference::lora(&x, case.top_k, &virtual_ids, &find, *out, case.inner, &mut expected, stride, column);
-        column += out;
-    }
+    add_adapters(case, &held, &x, &virtual_ids, &mut expected, stride);
     for p in 0..pairs {
         let row = p * stride..(p + 1) * stride;
         let idle = virtual_ids[p] < 0 || held[virtual_ids[p] as usize * projections].rank == 0;
@@ -417,7 +394,7 @@ fn check_matrix(gpu: &Gpu, case: &Case) -> Result<(), String> {
         .record(rec, pass)?;
         let packed = Packed::scratch(rec, "packed", case.tokens, case.inner)?;
         Pack { x: &x_view, packed: &packed }.record(rec, pass)?;
-        LoraShrinkMatrix {
+        let u = LoraShrinkMatrix {
             rows: pairs,
             row_div,
             aligned: &adapters,
@@ -428,7 +405,6 @@ fn check_matrix(gpu: &Gpu, case: &Case) -> Result<(), String> {
             factors: &factors,
             x: &packed,
             folded: false,
-            u: &u,
         }
         .record(rec, pass)?;
         LoraExpandTiles {
@@ -450,21 +426,7 @@ fn check_matrix(gpu: &Gpu, case: &Case) -> Result<(), String> {
     let words: Vec<i32> = read(gpu, &aligned.view, aligned.places_base as usize + pairs);
     let halves: Vec<u16> = read(gpu, &packed.view, (packed.exponents() as usize + packed.rows) * 4);
     let mut delta = vec![0.0; pairs * stride];
-    let mut column = 0;
-    for (i, out) in case.out_dims.iter().enumerate() {
-        let find = |v: usize| {
-            let h = &held[v * projections + i];
-            Some(reference::Factors {
-                rank: h.rank,
-                scale: h.scale,
-                a: &h.a[..h.rank * case.inner],
-                b: &h.b[..out * h.rank],
-                bias: h.bias.as_deref(),
-            })
-        };
-        reference::lora(&x, row_div, &virtual_ids, &find, *out, case.inner, &mut delta, stride, column);
-        column += out;
-    }
+    add_adapters(case, &held, &x, &virtual_ids, &mut delta, stride);
     let mut expected = before.clone();
     for p in 0..pairs {
         let place = words[aligned.places_base as usize + p] as usize;
@@ -595,10 +557,8 @@ fn check_folded(
                 factors: &factors,
                 x: &packed,
                 folded: true,
-                u: &u,
             }
-            .record(rec, pass)?;
-            u
+            .record(rec, pass)?
         };
         let (token_lora_mapping, site, factors, top_k) = (&mapping_view, &site, &factors, case.top_k);
         let folded = Folded { u, max_rank, token_lora_mapping, top_k, slots, experts, site, factors };
@@ -623,16 +583,7 @@ fn check_folded(
     let halves: Vec<u16> = read(gpu, &packed.view, (packed.exponents() as usize + packed.rows) * 4);
     let mut expected = vec![0.0; pairs * out];
     reference::expert_gemm(&x, &decoded, &ids, row_div, out, inner, &mut expected);
-    let mut column = 0;
-    for (i, width) in case.out_dims.iter().enumerate() {
-        let find = |v: usize| {
-            let h = &held[v * projections + i];
-            let (a, b) = (&h.a[..h.rank * inner], &h.b[..width * h.rank]);
-            Some(reference::Factors { rank: h.rank, scale: h.scale, a, b, bias: None })
-        };
-        reference::lora(&x, row_div, &virtual_ids, &find, *width, inner, &mut expected, out, column);
-        column += width;
-    }
+    add_adapters(case, &held, &x, &virtual_ids, &mut expected, out);
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for p in (0..pairs).filter(|p| tile.is_none() || ids[*p] >= 0) {
         let place = words.as_ref().map_or(p, |(words, base)| words[base + p] as usize);

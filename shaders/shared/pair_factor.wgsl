@@ -1,5 +1,10 @@
-// The factor of expert `id` and the slot of the token of `pair`, for row `row` of all projections' ranks: row `r` of `projection`.
-// It stands in `main`; what has no factor gets one of rank 0.
+// The factor of the expert and the token's slot of `pair`, for row `row` of all projections' ranks: row `r` of `projection`. It
+// stands in `main`; what has no factor gets one of rank 0.
+{% if dense %}
+let id = 0;
+{% else %}
+let id = ids[pair];
+{% endif %}
 let slot = token_lora_mapping[pair / params.top_k];
 if (row == 0u && subgroup_lane == 0u) {
     if (slot >= i32(params.slots)) {

@@ -38,12 +38,6 @@ fn reduce_max_u32(value: u32, lane: u32) -> u32 {
     {% endfor %}
     return most;
 }
-fn reduce_min_u32(value: u32, lane: u32) -> u32 {
-    return ~reduce_max_u32(~value, lane);
-}
-fn first_lane(mine: bool, lane: u32) -> u32 {
-    return reduce_min_u32(select(0xffffffffu, lane, mine), lane);
-}
 fn prefix_sum(value: f32, lane: u32) -> f32 {
     exchange_words(bitcast<u32>(subgroupAdd(value)), lane);
     var before = 0.0;
@@ -121,12 +115,6 @@ fn reduce_max_u32(value: u32, lane: u32) -> u32 {
     workgroupBarrier();
     return most;
 }
-fn reduce_min_u32(value: u32, lane: u32) -> u32 {
-    return ~reduce_max_u32(~value, lane);
-}
-fn first_lane(mine: bool, lane: u32) -> u32 {
-    return reduce_min_u32(select(0xffffffffu, lane, mine), lane);
-}
 // Sum over the invocations before this one. Sequential, so that every device adds in the same order.
 fn prefix_sum(value: f32, lane: u32) -> f32 {
     sum_scratch[lane] = value;
@@ -137,6 +125,16 @@ fn prefix_sum(value: f32, lane: u32) -> f32 {
     }
     workgroupBarrier();
     return before;
+}
+{% endif %}
+
+{% if not one_subgroup %}
+fn reduce_min_u32(value: u32, lane: u32) -> u32 {
+    return ~reduce_max_u32(~value, lane);
+}
+// The first lane that says so; one must.
+fn first_lane(mine: bool, lane: u32) -> u32 {
+    return reduce_min_u32(select(0xffffffffu, lane, mine), lane);
 }
 {% endif %}
 

@@ -7,7 +7,7 @@ use crate::adapter::cut::Cut;
 use crate::adapter::sites::PoolSites;
 use crate::adapter::{Adapter, Factor, Matrix, Site};
 use crate::dtype::DType;
-use crate::plan::matrix::factor_exponent;
+use crate::plan::matrix::{factor_exponent, largest_magnitude};
 
 /// Bytes of a pool word: what an index entry counts in.
 pub(crate) const WORD: u64 = 16;
@@ -27,8 +27,8 @@ pub(crate) struct Image<'a> {
     blocks: Vec<Block<'a>>,
     /// Size of all blocks.
     pub words: u64,
-    /// Every factor's entry but for the exponent of A, and A: it is measured when the entry is written.
-    entries: Vec<(Entry, &'a Matrix)>,
+    /// Every factor and its entry but for the exponent of A, which is measured when the entry is written.
+    entries: Vec<(Entry, &'a Factor)>,
     /// First words of the blocks that may be asked for again: gate and up of a fused adapter share A, which is stored once.
     stored: HashMap<Key, u32>,
 }
@@ -85,19 +85,23 @@ impl<'a> Image<'a> {
             };
             let biased = u32::from(bias.is_some());
             let rank_type = (factor.rank as u32 + biased) | storage << 16 | biased << 18;
-            image.entries.push((Entry { at, words: [a, b, rank_type, factor.scale.to_bits()] }, &*factor.a));
+            image.entries.push((Entry { at, words: [a, b, rank_type, factor.scale.to_bits()] }, factor));
         }
         images
     }
 
-    /// Every factor's entry.
-    pub fn entries(&self) -> Vec<Entry> {
-        let finished = |(entry, a): &(Entry, &Matrix)| {
+    /// Every factor's entry, and whether products on cooperative matrices can add all of them.
+    pub fn measured(&self) -> (Vec<Entry>, bool) {
+        let mut folds = true;
+        let finished = |(entry, factor): &(Entry, &Factor)| {
             let mut entry = *entry;
-            entry.words[2] |= u32::from(factor_exponent(a.dtype, &a.bytes).cast_unsigned()) << 24;
+            let largest = largest_magnitude(factor.a.dtype, &factor.a.bytes);
+            entry.words[2] |= u32::from(factor_exponent(largest).cast_unsigned()) << 24;
+            folds = folds && factor.folds(largest);
             entry
         };
-        self.entries.iter().map(finished).collect()
+        let entries = self.entries.iter().map(finished).collect();
+        (entries, folds)
     }
 
     /// Adds a block unless it is there already; its first word.

@@ -104,14 +104,14 @@ pub struct Factor {
 }
 
 impl Factor {
-    /// Whether products on cooperative matrices can add it, see [`matrix::factor_folds`]; true for the embedding, which has no
-    /// product.
-    pub(crate) fn folds(&self) -> bool {
-        let outside = self.site == Site::Embedding;
+    /// Whether products on cooperative matrices can add it, see [`matrix::factor_folds`], where `largest` is the largest magnitude
+    /// of A; true for the embedding, which has no product.
+    pub(crate) fn folds(&self, largest: f32) -> bool {
         let Self { a, b, .. } = self;
         // A bias is a column of B, whose part of u is as large as a row's power of two.
-        let folds = || matrix::factor_folds((a.dtype, &a.bytes), (b.dtype, &b.bytes), a.cols, self.scale);
-        outside || (self.bias.is_none() && folds())
+        let folds =
+            || matrix::factor_folds([largest, matrix::largest_magnitude(b.dtype, &b.bytes)], a.cols, self.scale);
+        self.site == Site::Embedding || (self.bias.is_none() && folds())
     }
 }
 
@@ -248,10 +248,10 @@ mod tests {
             bias: bias.map(|v| matrix(4, 1, v)),
         };
         for site in [Site::Q, Site::ExpertGate, Site::ExpertDown, Site::LmHead] {
-            assert!(factor(site, 0.1, None).folds(), "{site:?}");
-            assert!(!factor(site, 0.1, Some(0.1)).folds(), "{site:?}: the power of two of a row may be any");
-            assert!(!factor(site, 50.0, None).folds(), "{site:?}: B exceeds f16");
+            assert!(factor(site, 0.1, None).folds(0.1), "{site:?}");
+            assert!(!factor(site, 0.1, Some(0.1)).folds(0.1), "{site:?}: the power of two of a row may be any");
+            assert!(!factor(site, 50.0, None).folds(0.1), "{site:?}: B exceeds f16");
         }
-        assert!(factor(Site::Embedding, 50.0, None).folds());
+        assert!(factor(Site::Embedding, 50.0, None).folds(0.1));
     }
 }

@@ -4,7 +4,7 @@ use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::expert_gemm::{Rows, Weights};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
-use crate::kernels::lora::{Factors, LoraSite};
+use crate::kernels::lora::{Factors, LoraSite, Spans};
 use crate::kernels::pack::Packed;
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
@@ -201,7 +201,7 @@ impl ExpertGemmMatrix<'_> {
         let pipeline = pipeline(rec.gpu(), kernel, vars)?;
         let (ids, expert_base, sorted_base) = self.select.ids(&self.x.view);
         for (piece, view) in &w.pieces {
-            let params = ExpertGemmMatrixParams {
+            let mut params = ExpertGemmMatrixParams {
                 rows: self.rows as u32,
                 row_div: self.row_div as u32,
                 groups: (w.in_dim / 8) as u32,
@@ -217,18 +217,17 @@ impl ExpertGemmMatrix<'_> {
                 exponents: self.x.exponents(),
                 w_scale: 2f32.powi(exponent),
                 w_unscale: 2f32.powi(-exponent),
-                top_k: self.adapters.map_or(1, |a| a.top_k as u32),
-                slots: self.adapters.map_or(0, |a| a.slots as u32),
-                experts: self.adapters.map_or(1, |a| a.experts as u32),
-                index_base: self.adapters.map_or(0, |a| a.site.index_base as u32),
-                projections: self.adapters.map_or(0, |a| a.site.out_dims.len() as u32),
-                max_rank: self.adapters.map_or(0, |a| a.max_rank as u32),
-                step: spans.as_ref().map_or(1, |s| s.step),
-                pad0: 0,
-                pad1: 0,
-                span_begin: spans.as_ref().map_or([0; 4], |s| s.out_begin),
-                span_rows: spans.as_ref().map_or([0; 4], |s| s.out_rows),
+                ..bytemuck::Zeroable::zeroed()
             };
+            if let Some((a, Spans { out_begin, out_rows, step, .. })) = self.adapters.zip(spans) {
+                params.top_k = a.top_k as u32;
+                params.slots = a.slots as u32;
+                params.experts = a.experts as u32;
+                params.index_base = a.site.index_base as u32;
+                params.projections = a.site.out_dims.len() as u32;
+                params.max_rank = a.max_rank as u32;
+                (params.step, params.span_begin, params.span_rows) = (step, out_begin, out_rows);
+            }
             let columns = (piece.rows as u32).div_ceil(tile.columns);
             let grid = match self.select {
                 Rows::Tiles(aligned) => aligned.grid(columns)?,

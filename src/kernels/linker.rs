@@ -86,6 +86,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "shared/weights.wgsl",
     "shared/factors.wgsl",
     "shared/projection.wgsl",
+    "shared/pair_shrink.wgsl",
     "shared/pair_factor.wgsl",
     "shared/reduce.wgsl",
     "shared/align.wgsl",

@@ -94,6 +94,7 @@ pub struct LoraSite {
 }
 
 /// Where the columns of a site's projections lie, for an expand whose workgroups have some columns each.
+#[derive(Clone, Copy)]
 pub(crate) struct Spans {
     /// First column tile of each projection.
     pub tile_begin: [u32; 4],

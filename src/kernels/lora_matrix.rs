@@ -77,8 +77,6 @@ pub struct LoraShrinkMatrix<'a> {
     pub x: &'a Packed,
     /// u is for the product that adds it: f16.
     pub folded: bool,
-    /// f32 or f16 `[P, projections, max_rank]`, written.
-    pub u: &'a View,
 }
 
 /// The variables on one device.
@@ -113,15 +111,17 @@ pub fn column_tiles(site: &LoraSite, max_rank: usize) -> [u32; 2] {
 }
 
 impl LoraShrinkMatrix<'_> {
-    /// Records the stage.
+    /// Records the stage and returns u, f32 or folded f16 `[P, projections, max_rank]`.
     ///
     /// # Errors
-    /// When the device refuses the shader; for tiles of another height.
-    pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+    /// When the device refuses the shader or has no room for u; for tiles of another height.
+    pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<View> {
         if self.aligned.tile != TILE {
             let message = format!("adapters on matrices: expected tiles of {TILE} pairs, got {}", self.aligned.tile);
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
+        let values = self.rows * self.site.out_dims.len() * self.max_rank;
+        let u = rec.scratch("lora u", (values * if self.folded { 2 } else { 4 }) as u64)?;
         let vars = vars(rec.gpu().capabilities(), self.folded);
         let pipeline = pipeline(rec.gpu(), &LORA_SHRINK_MATRIX, vars)?;
         let params = LoraShrinkMatrixParams {
@@ -139,9 +139,9 @@ impl LoraShrinkMatrix<'_> {
             pad0: 0,
         };
         let grid = self.aligned.grid(shrink_columns(self.site, self.max_rank))?;
-        let buffers = [&self.x.view, self.factors.pool(self.site), &self.factors.index, &self.aligned.view, self.u];
+        let buffers = [&self.x.view, self.factors.pool(self.site), &self.factors.index, &self.aligned.view, &u];
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
-        Ok(())
+        Ok(u)
     }
 }
 

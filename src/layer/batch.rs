@@ -18,9 +18,7 @@ pub struct LoraBatch {
     pub token_lora_mapping: View,
     /// L.
     pub slots: usize,
-    /// Adapters that occur in the batch, at least 1.
-    pub adapters: usize,
-    /// Their slots, ascending; empty: any slot may occur.
+    /// Slots of the adapters that occur in the batch, ascending.
     pub used: Vec<usize>,
     /// Largest rank among them, a bias counted.
     pub max_rank: usize,
@@ -33,20 +31,25 @@ pub struct LoraBatch {
 }
 
 impl LoraBatch {
-    /// The adapters in `slots`, one slot or a negative number for each token of `token_lora_mapping`; `None` when they add nothing.
-    pub(crate) fn of(pool: &AdapterPool, slots: &[i32], token_lora_mapping: View) -> Option<Self> {
-        let slots = distinct(slots);
-        let max_rank = slots.iter().map(|s| pool.max_rank(*s)).max().unwrap_or(0);
+    /// The adapters in `slots`, one slot or a negative number for each token of `token_lora_mapping`; `None` when they add
+    /// nothing. Slots past those of the pool count as none.
+    pub fn of(pool: &AdapterPool, slots: &[i32], token_lora_mapping: View) -> Option<Self> {
+        let used: Vec<usize> = distinct(slots).into_iter().filter(|slot| *slot < pool.slots()).collect();
+        let max_rank = used.iter().map(|slot| pool.max_rank(*slot)).max().unwrap_or(0);
         (max_rank > 0).then(|| Self {
             token_lora_mapping,
             slots: pool.slots(),
-            adapters: slots.len(),
-            used: slots.clone(),
             max_rank: max_rank.next_multiple_of(8),
-            folds: slots.iter().all(|s| pool.folds(*s)),
+            folds: used.iter().all(|slot| pool.folds(*slot)),
+            used,
             aligned: None,
             matrix_aligned: None,
         })
+    }
+
+    /// Adapters that occur in the batch, at least 1.
+    pub(super) fn adapters(&self) -> usize {
+        self.used.len().max(1)
     }
 
     /// Prepares the adapters of `tokens` tokens; `sites` are those that work on whole tokens (attention, router, dense). Few
@@ -77,21 +80,21 @@ impl LoraBatch {
             let columns: Vec<u32> = sites.iter().map(|s| lora_matrix::column_tiles(s, self.max_rank)[0]).collect();
             self.matrix_aligned = Some(align(lora_matrix::TILE, "adapter matrix tiles", &columns, rec, pass)?);
         }
-        if let Some(tile) = rows::adapter_tile(&caps, tokens, self.adapters) {
+        if let Some(tile) = rows::adapter_tile(&caps, tokens, self.adapters()) {
             let columns = sites.iter().flat_map(|s| lora::column_tiles(&caps, s, self.max_rank, tile));
             self.aligned = Some(align(tile, "adapter tiles", &columns.collect::<Vec<u32>>(), rec, pass)?);
         }
         Ok(self)
     }
 
-    /// Whether a product of `rows` rows on cooperative matrices with `weights` adds these adapters itself: their factors keep within the range of
-    /// f16, and what a tile meets of them, `most` at most, is not longer than a row of the weights.
+    /// Whether a product of `rows` rows on cooperative matrices with `weights` adds these adapters itself: their factors keep
+    /// within the range of f16, and what a tile meets of them, `most` at most, is not longer than a row of the weights.
     pub(super) fn folded(&self, weights: &Weights, most: usize, rows: usize) -> bool {
         weights.exponent.get() == Some(0)
             && self.folds
             && self.slots <= matrix::FOLDED_SLOTS
             && rows < matrix::FOLDED_ROWS
-            && matrix::folds(self.adapters.min(most), self.max_rank, weights.in_dim)
+            && matrix::folds(self.adapters().min(most), self.max_rank, weights.in_dim)
     }
 
     /// Records the adapters of a site that works on whole tokens, after its product.

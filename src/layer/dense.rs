@@ -100,23 +100,9 @@ impl Dense<'_> {
         let u = match &batch.matrix_aligned {
             None => self.shrink(adapters, &packed.view).record_packed(rec, pass)?,
             Some(aligned) => {
-                let u = rec.scratch("lora u", (rows * site.out_dims.len() * max_rank * 2) as u64)?;
                 let (buckets, w_scale, x, folded) = (batch.slots, 1.0, &packed, true);
-                let shrink = LoraShrinkMatrix {
-                    rows,
-                    row_div,
-                    aligned,
-                    buckets,
-                    max_rank,
-                    w_scale,
-                    site,
-                    factors,
-                    x,
-                    folded,
-                    u: &u,
-                };
-                shrink.record(rec, pass)?;
-                u
+                LoraShrinkMatrix { rows, row_div, aligned, buckets, max_rank, w_scale, site, factors, x, folded }
+                    .record(rec, pass)?
             }
         };
         let (token_lora_mapping, top_k, slots, experts) = (&batch.token_lora_mapping, 1, batch.slots, 1);

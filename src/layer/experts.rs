@@ -202,7 +202,7 @@ impl MoeLayer {
         batch: &LoraBatch,
         sites: &LayerSites,
     ) -> Result<Option<Aligned>> {
-        let Some(tile) = rows::adapter_tile(caps, pairs, self.experts * batch.adapters) else { return Ok(None) };
+        let Some(tile) = rows::adapter_tile(caps, pairs, self.experts * batch.adapters()) else { return Ok(None) };
         let columns: Vec<u32> = [&sites.gate_up, &sites.down]
             .into_iter()
             .flat_map(|s| lora::column_tiles(caps, s, batch.max_rank, tile))

@@ -5,10 +5,11 @@ use crate::kernels::align::Align;
 use crate::kernels::combine::Combine;
 use crate::kernels::down_combine::DownCombine;
 use crate::kernels::expert_gemm::Rows;
+use crate::kernels::lora::{Factors, LoraSite};
 use crate::kernels::pair_gemm::{self, PairGemm};
 use crate::kernels::pair_shrink::PairShrink;
 use crate::kernels::{Recording, View};
-use crate::layer::{MoeLayer, MoeTensors, Routed};
+use crate::layer::{LoraBatch, MoeLayer, MoeTensors, Routed};
 use crate::plan::rows::{self, Few};
 
 impl MoeLayer {
@@ -51,22 +52,8 @@ impl MoeLayer {
             if !t.adapts(site) {
                 return Ok(None);
             }
-            PairShrink {
-                rows,
-                row_div: if down { 1 } else { top_k },
-                top_k,
-                experts: self.experts,
-                slots: batch.slots,
-                max_rank: batch.max_rank,
-                site,
-                factors,
-                x,
-                ids: Some(ids),
-                token_lora_mapping: &batch.token_lora_mapping,
-                status: t.status,
-            }
-            .record(rec, pass)
-            .map(Some)
+            let row_div = if down { 1 } else { top_k };
+            self.shrink(t, (batch, site, factors), x, row_div, ids).record(rec, pass).map(Some)
         };
 
         let h = rec.scratch("expert h", (rows * f * 4) as u64)?;
@@ -93,5 +80,32 @@ impl MoeLayer {
         let y = rec.scratch("expert y", (rows * d * 4) as u64)?;
         PairGemm { rows, row_div: 1, select, x: &h, weights, activation: None, adapters, y: &y }.record(rec, pass)?;
         Combine { tokens, top_k, hidden: d, y: &y, topk_weights, ids, out, accumulate }.record(rec, pass)
+    }
+
+    /// The first half of the adapters of a site for each pair on its own; `ids` are those of this rank. Both ways of recording
+    /// it look up slot and expert, and leave the status.
+    pub(super) fn shrink<'a>(
+        &self,
+        t: &'a MoeTensors<'_>,
+        (batch, site, factors): (&'a LoraBatch, &'a LoraSite, &'a Factors),
+        x: &'a View,
+        row_div: usize,
+        ids: &'a View,
+    ) -> PairShrink<'a> {
+        let top_k = self.shape.top_k;
+        PairShrink {
+            rows: t.tokens * top_k,
+            row_div,
+            top_k,
+            experts: self.experts,
+            slots: batch.slots,
+            max_rank: batch.max_rank,
+            site,
+            factors,
+            x,
+            ids: Some(ids),
+            token_lora_mapping: &batch.token_lora_mapping,
+            status: t.status,
+        }
     }
 }

@@ -11,7 +11,6 @@ use crate::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Folded};
 use crate::kernels::lora::LoraSite;
 use crate::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
 use crate::kernels::pack::{Pack, Packed};
-use crate::kernels::pair_shrink::PairShrink;
 use crate::kernels::{Recording, View};
 use crate::layer::{LoraBatch, MoeLayer, MoeTensors, Routed};
 use crate::plan::capabilities::Capabilities;
@@ -139,7 +138,7 @@ impl MoeLayer {
 
     /// Whether the pairs of `t` hardly share factors of adapters.
     fn apart(&self, caps: &Capabilities, t: &MoeTensors<'_>) -> bool {
-        let buckets = |batch: &LoraBatch| self.experts * batch.adapters;
+        let buckets = |batch: &LoraBatch| self.experts * batch.adapters();
         t.lora.is_some_and(|(batch, ..)| rows::apart(caps, t.tokens * self.shape.top_k, buckets(batch)))
     }
 
@@ -204,50 +203,19 @@ impl MoeLayer {
             (batch.slots, self.experts, self.shape.top_k, self.folds(t, weights, aligned.tile));
         let token_lora_mapping = &batch.token_lora_mapping;
         let max_rank = batch.max_rank.next_multiple_of(if folded { EDGE as usize } else { 8 });
+        let buckets = slots * experts;
         let u = match product.tiles {
-            None => {
-                let (max_rank, x, ids, status) = (batch.max_rank, &x.view, Some(product.ids), t.status);
-                PairShrink {
-                    rows,
-                    row_div,
-                    top_k,
-                    experts,
-                    slots,
-                    max_rank,
-                    site,
-                    factors,
-                    x,
-                    ids,
-                    token_lora_mapping,
-                    status,
-                }
-                .record_packed(rec, pass)?
-            }
+            None => self.shrink(t, (batch, site, factors), &x.view, row_div, product.ids).record_packed(rec, pass)?,
             Some(aligned) => {
-                let u_bytes = rows * site.out_dims.len() * max_rank * if folded { 2 } else { 4 };
-                let u = rec.scratch("lora u", u_bytes as u64)?;
-                let (buckets, w_scale) = (slots * experts, 2f32.powi(exponent));
-                LoraShrinkMatrix {
-                    rows,
-                    row_div,
-                    aligned,
-                    buckets,
-                    max_rank,
-                    w_scale,
-                    site,
-                    factors,
-                    x,
-                    folded,
-                    u: &u,
-                }
-                .record(rec, pass)?;
-                u
+                let w_scale = 2f32.powi(exponent);
+                LoraShrinkMatrix { rows, row_div, aligned, buckets, max_rank, w_scale, site, factors, x, folded }
+                    .record(rec, pass)?
             }
         };
         match product.tiles {
             Some(tiles) if !folded => {
                 matrix(rec, pass, None)?;
-                let (u, places, y, aligned, buckets) = (&u, aligned, &y, tiles, slots * experts);
+                let (u, places, y, aligned) = (&u, aligned, &y, tiles);
                 LoraExpandTiles { rows, aligned, buckets, max_rank, site, factors, u, places, y, y_stride }
                     .record(rec, pass)?;
             }

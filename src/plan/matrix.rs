@@ -158,12 +158,12 @@ pub const FOLDED_SLOTS: usize = 128;
 /// Pairs of a product that adds adapters are below: its shader has 24 bits for them.
 pub const FOLDED_ROWS: usize = 1 << 24;
 
-/// Whether B and u of a factor stay within the range of f16, so that a product can add them: A `[R, depth]` as type and
-/// bytes, B alike, and the scale. Rows of x come with magnitudes below 2^15.
-pub fn factor_folds(a: (DType, &[u8]), b: (DType, &[u8]), depth: usize, scale: f32) -> bool {
+/// Whether B and u of a factor stay within the range of f16, so that a product can add them: the largest magnitudes of A
+/// `[R, depth]` and of B, and the scale. Rows of x come with magnitudes below 2^15.
+pub fn factor_folds([a, b]: [f32; 2], depth: usize, scale: f32) -> bool {
     let lift = 2f32.powi(LIFT as i32);
-    let most_u = scale.abs() * depth as f32 * largest_magnitude(a.0, a.1) * 2f32.powi(15) / lift;
-    let most_b = largest_magnitude(b.0, b.1) * lift;
+    let most_u = scale.abs() * depth as f32 * a * 2f32.powi(15) / lift;
+    let most_b = b * lift;
     // Neither holds for what is no number.
     most_u <= 65_504.0 && most_b <= 65_504.0
 }
@@ -179,13 +179,13 @@ pub fn largest(dtype: DType, bytes: &[u8]) -> f32 {
 }
 
 /// The power of two that brings a factor of an adapter into the range of f16: its largest magnitude to just below 2^14.
-pub fn factor_exponent(dtype: DType, bytes: &[u8]) -> i8 {
-    let exponent = (largest_magnitude(dtype, bytes).to_bits() >> 23) as i32 - 127;
+pub fn factor_exponent(largest: f32) -> i8 {
+    let exponent = (largest.to_bits() >> 23) as i32 - 127;
     (13 - exponent).clamp(-120, 120) as i8
 }
 
-/// Magnitudes order like their bits.
-fn largest_magnitude(dtype: DType, bytes: &[u8]) -> f32 {
+/// The largest magnitude among values; not a number where one is none. Magnitudes order like their bits.
+pub fn largest_magnitude(dtype: DType, bytes: &[u8]) -> f32 {
     let halves = || bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]) & 0x7fff).max().unwrap_or(0);
     match dtype {
         DType::Bf16 => f32::from_bits(u32::from(halves()) << 16),
@@ -364,9 +364,8 @@ mod tests {
     #[test]
     fn only_factors_within_the_range_of_halves_are_folded() {
         let fold = |a: f32, b: f32, scale: f32| {
-            let of = |v: f32| DType::Bf16.encode(&[v, -v]);
-            let (a, b) = (of(a), of(b));
-            factor_folds((DType::Bf16, &a), (DType::Bf16, &b), 2048, scale)
+            let largest = |v: f32| largest_magnitude(DType::Bf16, &DType::Bf16.encode(&[v, -v]));
+            factor_folds([a, b].map(largest), 2048, scale)
         };
         assert!(fold(0.05, 0.05, 2.0) && fold(0.0, 0.0, 1.0) && fold(1.0, 4.0, 2.0));
         assert!(!fold(3.0, 0.05, 2.0), "u may exceed f16");
@@ -382,14 +381,15 @@ mod tests {
 
     #[test]
     fn factors_come_to_the_upper_end_of_halves() {
+        let of = |dtype: DType, values: &[f32]| factor_exponent(largest_magnitude(dtype, &dtype.encode(values)));
         for dtype in [DType::F32, DType::F16, DType::Bf16] {
             for value in [0.02f32, 1.0, 300.0] {
-                let exponent = factor_exponent(dtype, &dtype.encode(&[0.0, -value, value / 3.0]));
+                let exponent = of(dtype, &[0.0, -value, value / 3.0]);
                 let most = value * f32::from(exponent).exp2();
                 assert!((8_000.0..17_000.0).contains(&most), "{dtype:?} {value}: {most}");
             }
         }
-        assert!(factor_exponent(DType::F32, &DType::F32.encode(&[1e30])) < -80);
-        assert_eq!(factor_exponent(DType::F32, &DType::F32.encode(&[0.0])), 120);
+        assert!(of(DType::F32, &[1e30]) < -80);
+        assert_eq!(of(DType::F32, &[0.0]), 120);
     }
 }

@@ -37,7 +37,7 @@ impl Held {
 }
 
 /// 16-byte words of a matrix with rows padded to eight columns.
-fn place(pool: &mut Vec<u8>, dtype: DType, values: &[f32], cols: usize) -> (u32, Vec<f32>) {
+pub fn place(pool: &mut Vec<u8>, dtype: DType, values: &[f32], cols: usize) -> (u32, Vec<f32>) {
     let at = pool.len() / 16;
     let mut decoded = Vec::new();
     for row in values.chunks(cols) {

@@ -203,7 +203,6 @@ impl OnDevice {
                 let batch = LoraBatch {
                     token_lora_mapping: self.mapping.clone(),
                     slots: pool.slots(),
-                    adapters: held().count().max(1),
                     used: held().collect(),
                     max_rank: held().map(|s| pool.max_rank(s)).max().unwrap_or(0),
                     folds: held().all(|s| pool.folds(s)),

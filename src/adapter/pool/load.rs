@@ -1,11 +1,11 @@
 //! One load, in three parts: the images of its sites, the plan with all new buffers, and what carries it out.
 
 use super::{AdapterId, AdapterPool, Slot};
+use crate::adapter::Adapter;
 use crate::adapter::image::{Image, WORD};
 use crate::adapter::room::{Bounds, Refusal, SiteRoom, capacities};
 use crate::adapter::sites::PoolSites;
 use crate::adapter::store::Held;
-use crate::adapter::{Adapter, Factor};
 use crate::error::{Error, ErrorKind, Result};
 
 /// How a load will go, decided and provided for before anything changes.
@@ -135,6 +135,7 @@ impl AdapterPool {
             self.release(*slot);
         }
         let mut held = Vec::with_capacity(self.places.len());
+        let mut folds = true;
         for (place, (image, buffer)) in plan.images.into_iter().zip(plan.buffers).enumerate() {
             let (layer, site) = self.places[place];
             let store = &mut self.layers[layer];
@@ -145,7 +146,9 @@ impl AdapterPool {
                 self.growths += 1;
             }
             let begin = store.take(site, image.words).expect("the plan made room");
-            let new = Held { begin, words: image.words, entries: image.entries() };
+            let (entries, these_fold) = image.measured();
+            folds &= these_fold;
+            let new = Held { begin, words: image.words, entries };
             store.write(&self.gpu, site, &new, &image.bytes());
             store.publish(&self.gpu, site, plan.slot, &new);
             if site + 1 == store.len() {
@@ -155,7 +158,6 @@ impl AdapterPool {
         }
         let ranks = adapter.factors.iter().map(|f| f.rank + usize::from(f.bias.is_some()));
         let max_rank = ranks.max().unwrap_or(0);
-        let folds = adapter.factors.iter().all(Factor::folds);
         self.slots[plan.slot] = Some(Slot { id, pins: 0, last_use: self.clock, max_rank, folds, held });
         plan.slot
     }

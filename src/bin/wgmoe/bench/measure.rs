@@ -26,13 +26,12 @@ pub struct Bench<'a> {
 /// A batch on the device, with several sets of tokens.
 pub struct Batch {
     pub tokens: usize,
-    pub adapters: usize,
     inputs: Vec<Input>,
 }
 
 struct Input {
     x: View,
-    mapping: View,
+    lora: Option<LoraBatch>,
 }
 
 /// How long to measure.
@@ -67,17 +66,20 @@ impl Bench<'_> {
         };
         let inputs = (0..INPUTS).map(|i| {
             let rows = routing::tokens(tokens, d, seed(i));
-            let slots: Vec<i32> = (0..tokens).map(|t| slot(t, i, adapters).map_or(-1, |s| s as i32)).collect();
-            Ok(Input { x: storage(bytemuck::cast_slice(&rows))?, mapping: storage(bytemuck::cast_slice(&slots))? })
+            let slots = slots(tokens, i, adapters);
+            let mapping = storage(bytemuck::cast_slice(&slots))?;
+            let lora = LoraBatch::of(&self.layer.pool, &slots, mapping);
+            Ok(Input { x: storage(bytemuck::cast_slice(&rows))?, lora })
         });
-        Ok(Batch { tokens, adapters, inputs: inputs.collect::<anyhow::Result<_>>()? })
+        Ok(Batch { tokens, inputs: inputs.collect::<anyhow::Result<_>>()? })
     }
 
     /// The dispatches that `gpu` decides for: nothing is run.
     pub fn ways(&self, gpu: &Gpu, tokens: usize, adapters: usize) -> anyhow::Result<Vec<String>> {
         let d = self.layer.layer.shape.hidden;
-        let inputs = vec![Input { x: storage(gpu, tokens * d * 4)?, mapping: storage(gpu, tokens * 4)? }];
-        let batch = Batch { tokens, adapters, inputs };
+        let lora = LoraBatch::of(&self.layer.pool, &slots(tokens, 0, adapters), storage(gpu, tokens * 4)?);
+        let inputs = vec![Input { x: storage(gpu, tokens * d * 4)?, lora }];
+        let batch = Batch { tokens, inputs };
         let mut runner = Runner::new(self, gpu, &batch)?;
         runner.rec.labels();
         runner.record(0, None)?;
@@ -145,17 +147,6 @@ impl<'a> Runner<'a> {
         let Self { bench, gpu, batch, rec, out, status } = self;
         let (layer, pool, tokens) = (&bench.layer.layer, &bench.layer.pool, batch.tokens);
         let input = &batch.inputs[i % batch.inputs.len()];
-        let used = &bench.ranks[..batch.adapters];
-        let lora = LoraBatch {
-            token_lora_mapping: input.mapping.clone(),
-            slots: bench.ranks.len(),
-            adapters: batch.adapters.min(tokens),
-            used: (0..batch.adapters).collect(),
-            max_rank: used.iter().copied().max().unwrap_or(0).next_multiple_of(8),
-            folds: (0..batch.adapters).all(|slot| pool.folds(slot)),
-            aligned: None,
-            matrix_aligned: None,
-        };
         rec.reset();
         if let Some(clock) = clock.filter(|clock| clock.profile) {
             rec.profile(clock.times.stages(clock.run), STAGES as usize);
@@ -165,7 +156,7 @@ impl<'a> Runner<'a> {
             let timestamp_writes = clock.map(|clock| clock.times.pass(clock.run));
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label: None, timestamp_writes });
             let (sites, factors) = pool.layer(0);
-            let lora = (batch.adapters > 0).then_some((&lora, sites, factors));
+            let lora = input.lora.as_ref().map(|batch| (batch, sites, factors));
             let tensors = MoeTensors { tokens, x: &input.x, out, accumulate: false, status, lora };
             let routed = layer.route(rec, &mut pass, &tensors)?;
             layer.experts(rec, &mut pass, &tensors, &routed)?;
@@ -190,6 +181,11 @@ fn storage(gpu: &Gpu, bytes: usize) -> anyhow::Result<View> {
 /// Seed of a set of tokens.
 pub fn seed(input: usize) -> u32 {
     1000 + input as u32
+}
+
+/// The adapters of all tokens, -1 for none.
+fn slots(tokens: usize, input: usize, adapters: usize) -> Vec<i32> {
+    (0..tokens).map(|t| slot(t, input, adapters).map_or(-1, |s| s as i32)).collect()
 }
 
 /// The adapter of a token.
