@@ -21,7 +21,7 @@ use wgmoe::kernels::lora_gather::LoraGather;
 use wgmoe::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
 use wgmoe::kernels::pack::{Pack, Packed};
 use wgmoe::kernels::pair_shrink::PairShrink;
-use wgmoe::plan::matrix::{factor_exponent, largest_magnitude};
+use wgmoe::plan::matrix::{FOLDED_SLOTS, factor_exponent, largest_magnitude};
 use wgmoe::reference;
 use wgmoe::router::NoAdapter;
 use wgmoe::shape::align_capacity;
@@ -37,6 +37,8 @@ struct Case {
     top_k: usize,
     experts: usize,
     out_dims: Vec<usize>,
+    /// The columns of the projections alternate.
+    alternating: bool,
     inner: usize,
     mix: AdapterMix,
     /// Rank and type of each slot; 0: nothing loaded there.
@@ -56,6 +58,7 @@ fn case() -> Case {
         top_k: 2,
         experts: 3,
         out_dims: vec![21, 21],
+        alternating: false,
         inner: 24,
         mix: AdapterMix::Uniform,
         slots: vec![(8, DType::F16), (17, DType::Bf16)],
@@ -63,6 +66,11 @@ fn case() -> Case {
         size: [1.0; 2],
         biased: Vec::new(),
     }
+}
+
+/// As many slots as a product on matrices takes; some of them hold nothing.
+fn most_slots() -> Vec<(usize, DType)> {
+    [(7, DType::F16), (16, DType::Bf16), (0, DType::F32), (3, DType::F32)].repeat(FOLDED_SLOTS / 4)
 }
 
 /// A with the power of two that the pool keeps for it.
@@ -99,7 +107,8 @@ fn factors(gpu: &Gpu, case: &Case, rng: &mut Rng) -> (Factors, Vec<Held>) {
                 let rows = || stored.chunks(columns.max(1));
                 let b_values = rows().flat_map(|row| &row[..rank]).copied().collect();
                 let bias = biased.then(|| rows().map(|row| row[rank]).collect());
-                let scale = 0.25 + held.len() as f32 / 16.0;
+                // Not so different that the tolerance of the large ones hides the small ones.
+                let scale = 0.25 + (held.len() % 64) as f32 / 16.0;
                 let kind = [DType::F32, DType::F16, DType::Bf16].iter().position(|d| d == dtype).unwrap() as u32;
                 let flags = kind << 16 | u32::from(biased) << 18 | exponent << 24;
                 index.push([a, b, columns as u32 | flags, scale.to_bits()]);
@@ -117,6 +126,16 @@ fn add_adapters(case: &Case, held: &[Held], x: &[f32], virtual_ids: &[i32], y: &
     let mut column = 0;
     for (i, out) in case.out_dims.iter().enumerate() {
         let find = |v: usize| Some(held[v * case.out_dims.len() + i].factors());
+        if case.alternating {
+            // The oracle adds to columns without gaps.
+            let step = case.out_dims.len();
+            let mut own: Vec<f32> =
+                y.chunks(stride).flat_map(|row| row.iter().skip(i).step_by(step)).copied().collect();
+            reference::lora(x, case.top_k, virtual_ids, &find, *out, case.inner, &mut own, *out, 0);
+            let columns = y.chunks_mut(stride).flat_map(|row| row.iter_mut().skip(i).step_by(step));
+            columns.zip(own).for_each(|(y, own)| *y = own);
+            continue;
+        }
         reference::lora(x, case.top_k, virtual_ids, &find, *out, case.inner, y, stride, column);
         column += out;
     }
@@ -149,7 +168,7 @@ fn prepare(gpu: &Gpu, case: &Case) -> Prepared {
         ordinal: 0,
         index_base: INDEX_BASE,
         out_dims: case.out_dims.clone(),
-        alternating: false,
+        alternating: case.alternating,
         in_dim: case.inner,
     };
     let biased = |slot: usize| usize::from(case.biased.get(slot) == Some(&true));
@@ -226,6 +245,7 @@ fn adapters_of_any_rank_and_type_share_a_batch() {
         cases.push(of(vec![(3, DType::F16), (8, DType::F32), (17, DType::Bf16)]));
         cases.push(of(vec![(64, DType::F16), (0, DType::F32), (1, DType::F16)]));
         cases.push(of(vec![(17, DType::F32)]));
+        cases.push(Case { mix: AdapterMix::Distinct, tokens: 130, ..of(most_slots()) });
     }
     for gpu in device::every_variant() {
         each_case(&cases, |case| check(&gpu, case));
@@ -325,6 +345,22 @@ fn projections_meet_their_own_factors_with_and_without_a_common_a() {
                 [(vec![21, 21], 3, 2), (vec![24, 8, 8], 1, 1), (vec![40], 4, 3), (vec![1, 16, 17, 5], 2, 1)]
             {
                 cases.push(Case { tile, shared, out_dims, experts, top_k, tokens: 13, ..case() });
+            }
+        }
+    }
+    for gpu in device::every_variant() {
+        each_case(&cases, |case| check(&gpu, case));
+    }
+}
+
+#[test]
+fn columns_of_projections_may_alternate() {
+    let mut cases = Vec::new();
+    for tile in [None, Some(4), Some(8)] {
+        for out_dims in [vec![21, 21], vec![128, 128], vec![5, 5, 5], vec![16; 4]] {
+            for biased in [vec![], vec![true, false]] {
+                let out_dims = out_dims.clone();
+                cases.push(Case { tile, out_dims, alternating: true, biased, tokens: 24, ..case() });
             }
         }
     }
@@ -460,6 +496,9 @@ fn adapters_on_matrices_equal_the_oracle() {
     }
     for (out_dims, experts, top_k) in [(vec![128, 128], 3, 2), (vec![40], 4, 3), (vec![1, 16, 17, 5], 2, 1)] {
         cases.push(Case { out_dims, experts, top_k, tokens: 50, ..case() });
+    }
+    for out_dims in [vec![21, 21], vec![128, 128], vec![5, 5, 5]] {
+        cases.push(Case { out_dims, alternating: true, tokens: 50, ..case() });
     }
     for mix in AdapterMix::ALL {
         cases.push(Case { mix, tokens: 40, ..case() });
@@ -601,7 +640,6 @@ fn check_folded(
 fn products_on_matrices_add_adapters_as_the_oracle_does() {
     let mut cases = Vec::new();
     let of = |slots: Vec<(usize, DType)>| Case { tokens: 60, slots, ..case() };
-    let many = || [(7, DType::F16), (16, DType::Bf16), (0, DType::F32), (3, DType::F32)].repeat(10);
     for height in [None, Some(16), Some(32), Some(48), Some(80), Some(144)] {
         let mut add = |case: Case, cut: Option<usize>| {
             let case = if height.is_none() { Case { experts: 1, top_k: 1, ..case } } else { case };
@@ -610,7 +648,11 @@ fn products_on_matrices_add_adapters_as_the_oracle_does() {
         add(of(vec![(8, DType::F16)]), None);
         add(of(vec![(3, DType::F16), (8, DType::F32), (17, DType::Bf16)]), None);
         add(of(vec![(64, DType::F16), (0, DType::F32), (128, DType::F32)]), None);
-        add(Case { tokens: 300, ..of(many()) }, None);
+        add(Case { tokens: 300, ..of(most_slots()[..40].to_vec()) }, None);
+        // Slots of all four words of bits: in one tile, and a low tile in one or two of them.
+        for mix in [AdapterMix::Uniform, AdapterMix::Distinct] {
+            add(Case { mix, tokens: 300, ..of(most_slots()) }, None);
+        }
         for inner in [8, 64, 72, 256] {
             add(Case { inner, ..of(vec![(16, DType::Bf16), (16, DType::F16)]) }, None);
         }
@@ -618,6 +660,11 @@ fn products_on_matrices_add_adapters_as_the_oracle_does() {
             add(Case { out_dims, tokens: 150, ..case() }, None);
         }
         add(Case { out_dims: vec![128, 128], ..case() }, Some(48));
+        for (out_dims, cut) in
+            [(vec![21, 21], None), (vec![128, 128], None), (vec![128, 128], Some(48)), (vec![5, 5, 5], None)]
+        {
+            add(Case { out_dims, alternating: true, tokens: 70, ..case() }, cut);
+        }
         for mix in AdapterMix::ALL {
             add(Case { mix, tokens: 40, ..case() }, None);
         }
