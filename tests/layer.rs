@@ -8,7 +8,7 @@ mod gpu_run;
 #[path = "common/moe.rs"]
 mod moe;
 
-use common::{ROUTE_GAP, Rng, each_case, rel_err, tolerance};
+use common::{ROUTE_GAP, Rng, each_case, folds, rel_err, shrinks, tolerance};
 use gpu_run::run_in;
 use moe::{Batch, OnDevice, SHAPE, Twin, adapter, adapter_of, biased, cut, forward, pin, poisoned};
 use wgmoe::activation::Activation;
@@ -48,11 +48,16 @@ fn loaded(gpu: &Gpu, twin: &Twin, adapters: &[Adapter]) -> AdapterPool {
 
 /// Tokens that go round `slots`.
 fn batch(tokens: usize, slots: &[i32], residual: bool) -> Batch {
+    batch_of(SHAPE, tokens, slots, residual)
+}
+
+/// The same for a layer of any shape.
+fn batch_of(shape: MoeShape, tokens: usize, slots: &[i32], residual: bool) -> Batch {
     let mut rng = Rng::new(81 + tokens as u64);
     Batch {
-        x: rng.floats(tokens * SHAPE.hidden),
+        x: rng.floats(tokens * shape.hidden),
         mapping: (0..tokens).map(|t| slots[t % slots.len()]).collect(),
-        residual: residual.then(|| rng.floats(tokens * SHAPE.hidden)),
+        residual: residual.then(|| rng.floats(tokens * shape.hidden)),
     }
 }
 
@@ -145,6 +150,73 @@ fn a_layer_equals_the_oracle_whatever_its_thresholds_are() {
             let expected = twin.expected(&batch.x, &batch.mapping, &held);
             compare(&gpu, forward(&gpu, &twin.device, Some(&pool), &batch), &expected, &batch)
         });
+    }
+}
+
+/// Wide enough for products on cooperative matrices to add adapters.
+const WIDE: MoeShape = MoeShape { experts: 4, top_k: 2, hidden: 128, expert_width: 64 };
+
+#[test]
+fn a_wide_layer_with_adapters_inside_its_products_equals_the_oracle() {
+    let of = |seed, rank, dtype, sites: &[Site], fused| adapter_of(WIDE, seed, rank, dtype, sites, fused);
+    let adapters = [
+        of(71, 4, DType::F16, &EXPERT_SITES, true),
+        of(72, 17, DType::Bf16, &EXPERT_SITES, false),
+        of(73, 8, DType::F32, &[Site::ExpertGate], false),
+        biased(75, DType::Bf16, of(74, 16, DType::Bf16, &EXPERT_SITES, false)),
+    ];
+    let held: Vec<Option<&Adapter>> = adapters.iter().map(Some).collect();
+    // Slots, and whether the products of gate and up and of down add what is in them: both; the first, whose rows are
+    // long enough for three times 32 ranks; none, since there is a bias.
+    let mixes: [(&[i32], [bool; 2]); 6] = [
+        (&[0, -1, 1], [true, true]),
+        (&[1, -1, 4, 0], [true, true]),
+        (&[2, -1], [true, true]),
+        (&[0], [true, true]),
+        (&[0, 1, -1, 2], [true, false]),
+        (&[0, 3, -1], [false, false]),
+    ];
+    let silu = Activation::Silu;
+    let clamped = Activation::SwigluClamped { alpha: 1.702, limit: 7.0 };
+    let mut cases = Vec::new();
+    // Tiles of 16, 32 and 80 pairs on the matrix tier.
+    for tokens in [12, 40, 90] {
+        for mix in mixes {
+            for (dtype, activation) in [(DType::Bf16, silu), (DType::F16, clamped)] {
+                cases.push((tokens, mix, dtype, activation));
+            }
+        }
+    }
+    for gpu in device::every_variant() {
+        let own = gpu.capabilities();
+        // Elsewhere both are the same.
+        let ways: &[bool] = if own.matrix && own.along_depth { &[false, true] } else { &[false] };
+        for apart in ways {
+            let tuning = Tuning { apart_pairs: if *apart { 65_535.0 } else { 0.1 }, ..own.tuning };
+            let gpu = gpu.with_capabilities(Capabilities { tuning, ..own.clone() });
+            each_case(&cases, |(tokens, (slots, folded), dtype, activation)| {
+                let share = ExpertShare::whole(WIDE.experts, WIDE.expert_width).unwrap();
+                let mut twin = Twin::of(&gpu, *dtype, WIDE, share);
+                twin.device.activation = *activation;
+                let pool = loaded(&gpu, &twin, &adapters);
+                let batch = batch_of(WIDE, *tokens, slots, tokens % 4 == 0);
+                let on_device = OnDevice::new(&gpu, &batch);
+                let mut rec = poisoned(&gpu);
+                rec.labels();
+                run_in(&mut rec, |rec, pass| on_device.record(rec, pass, &twin.device, Some(&pool)));
+                let labels = rec.labels();
+                if own.matrix {
+                    // Pairs are sorted for both products where one of them needs it.
+                    let one_by_one = *apart && *folded == [true, true];
+                    let shrink = if one_by_one { "pair_shrink_packed" } else { "lora_shrink_matrix" };
+                    if folds(&labels) != folded || shrinks(&labels) != [shrink; 2] {
+                        return Err(format!("not {folded:?} with {shrink}: {labels:?}"));
+                    }
+                }
+                let expected = twin.expected(&batch.x, &batch.mapping, &held);
+                compare(&gpu, on_device.read(&gpu), &expected, &batch)
+            });
+        }
     }
 }
 

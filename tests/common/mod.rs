@@ -45,6 +45,17 @@ pub fn rel_err(got: &[f32], expected: &[f32]) -> f32 {
     if worst == 0.0 { 0.0 } else { worst / largest }
 }
 
+/// For each product on cooperative matrices among the labels of what was recorded, whether it adds adapters itself.
+pub fn folds(labels: &[String]) -> Vec<bool> {
+    let products = labels.iter().filter(|label| label.starts_with("expert_gemm_matrix["));
+    products.map(|label| label.split([' ', ']']).any(|word| word == "lora")).collect()
+}
+
+/// Which stages shrink rows to the rank of adapters, by the labels of what was recorded.
+pub fn shrinks(labels: &[String]) -> Vec<&str> {
+    labels.iter().filter_map(|label| label.split('[').next()).filter(|stem| stem.contains("shrink")).collect()
+}
+
 /// splitmix64 (Steele, Lea, Flood 2014): one u64 of state, the same stream on every machine.
 #[derive(Debug, Clone)]
 pub struct Rng(u64);
