@@ -1,5 +1,5 @@
-//! Products of few whole tokens with their adapters on the device against the oracle, wherever the lanes of a device can
-//! lie along the depth.
+//! Products of whole tokens with their adapters on the device against the oracle: of few, wherever the lanes of a device can
+//! lie along the depth, and of many.
 
 mod common;
 #[path = "common/device.rs"]
@@ -9,16 +9,25 @@ mod gpu_run;
 #[path = "common/held.rs"]
 mod held;
 
-use common::{Rng, TOL_F32, UNWRITTEN_F32, each_case, rel_err};
-use gpu_run::{Output, run, upload, weights};
+use common::{Rng, TOL_F32, UNWRITTEN_F32, each_case, folds, rel_err, shrinks, tolerance};
+use gpu_run::{Output, run, run_in, upload, weights};
 use held::{Held, MIXED, Slots};
 use wgmoe::Gpu;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::dense_gemm::{Cut, DenseGemm, MOST_ROWS};
-use wgmoe::kernels::lora::Factors;
+use wgmoe::kernels::expert_gemm::Weights;
+use wgmoe::kernels::lora::{Factors, LoraSite};
 use wgmoe::kernels::pair_shrink::PairShrink;
+use wgmoe::kernels::{Recording, View};
+use wgmoe::layer::{Dense, LoraBatch};
+use wgmoe::plan::capabilities::Capabilities;
+use wgmoe::plan::tuning::Tuning;
 use wgmoe::reference;
 use wgmoe::router::{NoAdapter, STATUS_SLOT};
+
+/// Adapters without a bias, which products on cooperative matrices can add: 4 of at most 32 ranks.
+const PLAIN: Slots =
+    &[(8, DType::F16, false), (17, DType::Bf16, false), (0, DType::F32, false), (3, DType::F32, false)];
 
 /// High ranks: more parts of B than a subgroup has lanes.
 const HIGH: Slots = &[(64, DType::Bf16, false), (100, DType::F32, true)];
@@ -50,7 +59,19 @@ const CASE: Case = Case {
     accumulate: false,
 };
 
-fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
+/// A case on the device, and what the oracle says of it.
+struct Prepared {
+    x: View,
+    mapping: View,
+    weights: Weights,
+    site: LoraSite,
+    factors: Factors,
+    y: Output<f32>,
+    expected: Vec<f32>,
+    status: u32,
+}
+
+fn prepare(gpu: &Gpu, case: &Case) -> Prepared {
     let Case { dtype, tokens, inner, outs, slots, accumulate, .. } = *case;
     let mut rng = Rng::new(95);
     let out: usize = outs.iter().sum();
@@ -83,8 +104,25 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
         expected.iter_mut().zip(&before).for_each(|(e, b)| *e += b);
     }
 
-    let (y, status) = (Output::of(gpu, &before, UNWRITTEN_F32), Output::new(gpu, 1, 0u32));
-    let (x, mapping) = (upload(gpu, &x), upload(gpu, &mapping));
+    let owed = if lora { remapped.status } else { 0 };
+    assert!(!lora || tokens <= slots.len() || owed == STATUS_SLOT);
+    let y = Output::of(gpu, &before, UNWRITTEN_F32);
+    Prepared {
+        x: upload(gpu, &x),
+        mapping: upload(gpu, &mapping),
+        weights: matrix,
+        site,
+        factors,
+        y,
+        expected,
+        status: owed,
+    }
+}
+
+fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
+    let Case { tokens, inner, outs, slots, accumulate, .. } = *case;
+    let Prepared { x, mapping, weights, site, factors, y, expected, status: owed } = prepare(gpu, case);
+    let (lora, status) = (!slots.is_empty(), Output::new(gpu, 1, 0u32));
     let max_rank = held::max_rank(slots);
     // Where more rows take another way, the cut of five does for them.
     let cut = Cut::of(gpu.capabilities(), tokens.min(5), case.as_wide_as, inner).ok_or("not few")?;
@@ -109,14 +147,12 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
         };
         let shrunk = if lora { Some(shrink.record(rec, pass)?) } else { None };
         let adapters = shrunk.as_ref().map(|shrunk| (shrunk, &site));
-        DenseGemm { rows: tokens, cut, x: &x, weights: &matrix, adapters, y: &y.view, accumulate }.record(rec, pass)
+        DenseGemm { rows: tokens, cut, x: &x, weights: &weights, adapters, y: &y.view, accumulate }.record(rec, pass)
     });
     let off = rel_err(&y.read(gpu), &expected);
     if off > TOL_F32 {
         return Err(format!("off by {off}"));
     }
-    let owed = if lora { remapped.status } else { 0 };
-    assert!(!lora || tokens <= slots.len() || owed == STATUS_SLOT);
     if status.read(gpu)[0] == owed { Ok(()) } else { Err(format!("status {}, expected {owed}", status.read(gpu)[0])) }
 }
 
@@ -151,5 +187,86 @@ fn few_tokens_take_any_widths_cuts_and_ranks() {
     }
     for gpu in device::every_along_depth() {
         each_case(&cases, |case| check(&gpu, case));
+    }
+}
+
+/// Many tokens as the decoder takes them: their adapters one by one, or sorted.
+#[derive(Debug, Clone, Copy)]
+struct Many {
+    case: Case,
+    /// Tokens are shrunk one by one.
+    apart: bool,
+    /// Products on cooperative matrices add the adapters.
+    folded: bool,
+}
+
+fn check_many(gpu: &Gpu, Many { case, apart, folded }: &Many) -> Result<(), String> {
+    let own = gpu.capabilities();
+    // So that tiles are as high as there are rows.
+    let tuning = Tuning { apart_tokens: if *apart { 65_535 } else { 1 }, matrix_workgroups: 1, ..own.tuning };
+    let gpu = &gpu.with_capabilities(Capabilities { tuning, ..own.clone() });
+    let Case { tokens, outs, slots, accumulate, .. } = *case;
+    let Prepared { x, mapping, weights, site, factors, y, expected, .. } = prepare(gpu, case);
+    let status = upload(gpu, &[0u32]);
+    let max_rank = held::max_rank(slots).next_multiple_of(8);
+    let mut rec = Recording::new(gpu);
+    rec.labels();
+    run_in(&mut rec, |rec, pass| {
+        // 0x7fff is a NaN of f16, too: what the shrink leaves unwritten must not be added.
+        let words = tokens * outs.len() * max_rank.next_multiple_of(16);
+        let u = rec.scratch("lora u", words as u64 * 4)?;
+        gpu.queue().write_buffer(&u.buffer, 0, bytemuck::cast_slice(&vec![0x7fff_7fffu32; words]));
+        let batch = LoraBatch {
+            token_lora_mapping: mapping,
+            slots: slots.len(),
+            used: (0..slots.len()).collect(),
+            max_rank,
+            folds: slots.iter().all(|(.., biased)| !biased),
+            aligned: None,
+            matrix_aligned: None,
+        };
+        let batch = batch.prepare(rec, pass, tokens, std::iter::once(&site))?;
+        let adapters = Some((&batch, &site, &factors));
+        let (x, weights, y, exact, status) = (&x, &weights, &y.view, false, &status);
+        Dense { tokens, x, weights, adapters, y, accumulate, exact, status }.record(rec, pass)
+    });
+    let labels = rec.labels();
+    if gpu.capabilities().matrix {
+        let shrink = match (folded, apart) {
+            (false, _) => "lora_shrink",
+            (true, false) => "lora_shrink_matrix",
+            (true, true) => "pair_shrink_packed",
+        };
+        let products = folds(&labels);
+        if shrinks(&labels) != [shrink] || products.is_empty() || products.iter().any(|folds| folds != folded) {
+            return Err(format!("not {folded} with {shrink}: {labels:?}"));
+        }
+    }
+    let off = rel_err(&y.read(gpu), &expected);
+    if off > tolerance(gpu) { Err(format!("off by {off}")) } else { Ok(()) }
+}
+
+#[test]
+fn many_tokens_with_mixed_adapters_equal_the_oracle_sorted_and_one_by_one() {
+    let mut cases = Vec::new();
+    for apart in [false, true] {
+        // Tiles of every height of the matrix tier, and one row more than a tile.
+        for tokens in [9, 17, 40, 70, 130] {
+            let plain = Case { tokens, inner: 128, outs: &[64, 16, 16, 40], slots: PLAIN, ..CASE };
+            let mut add = |case: Case, folded: bool| cases.push(Many { case, apart, folded });
+            add(plain, true);
+            add(Case { piece: Some(48), ..plain }, true);
+            add(Case { inner: 200, outs: &[21, 8, 10], dtype: DType::F16, accumulate: true, ..plain }, true);
+            add(Case { inner: 256, outs: &[264], accumulate: true, ..plain }, true);
+            // All ranks together are longer than a row; a factor has a bias.
+            add(Case { inner: 72, ..plain }, false);
+            add(Case { slots: MIXED, ..plain }, false);
+        }
+    }
+    for gpu in device::every_variant() {
+        // Elsewhere both are the same.
+        let both = gpu.capabilities().matrix && gpu.capabilities().along_depth;
+        let cases: Vec<Many> = cases.iter().filter(|many| both || !many.apart).copied().collect();
+        each_case(&cases, |case| check_many(&gpu, case));
     }
 }
