@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use common::Rng;
+use common::{Rng, TOL_MATRIX_LOGITS, folds, logit_tolerance};
 use difference::largest_difference;
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
@@ -18,6 +18,7 @@ use tempfile::TempDir;
 use wgmoe::adapter::{Factor, Matrix, Site};
 use wgmoe::dtype::DType;
 use wgmoe::plan::capabilities::Capabilities;
+use wgmoe::plan::tuning::Tuning;
 use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, ErrorKind, Event, Gpu, LoadOptions, Model, Request};
 
 const FOLDER: &str = "tests/data/tiny/qwen3_moe";
@@ -65,20 +66,25 @@ impl Weights {
         merged
     }
 
-    /// A model folder; a tied one has no LM head of its own.
-    fn folder(&self, tied: bool) -> TempDir {
+    /// A model folder with both matrices in `dtype`; a tied one has no LM head of its own.
+    fn folder(&self, tied: bool, dtype: DType) -> TempDir {
         let dir = tempfile::tempdir().unwrap();
         let config = std::fs::read_to_string(Path::new(FOLDER).join("config.json")).unwrap();
         let config = config.replace("\"tie_word_embeddings\": false", &format!("\"tie_word_embeddings\": {tied}"));
         std::fs::write(dir.path().join("config.json"), config).unwrap();
-        let (embedding, lm_head) = (DType::F32.encode(&self.embedding), DType::F32.encode(&self.lm_head));
+        let (embedding, lm_head) = (dtype.encode(&self.embedding), dtype.encode(&self.lm_head));
+        let stored = match dtype {
+            DType::Bf16 => safetensors::Dtype::BF16,
+            DType::F16 => safetensors::Dtype::F16,
+            _ => safetensors::Dtype::F32,
+        };
         let file = SafeTensors::deserialize(&self.others).unwrap();
         let tensors: BTreeMap<String, TensorView<'_>> = file
             .tensors()
             .into_iter()
             .filter(|(name, _)| !tied || name != "lm_head.weight")
             .map(|(name, view)| {
-                let of = |bytes| TensorView::new(safetensors::Dtype::F32, vec![VOCAB, D], bytes).unwrap();
+                let of = |bytes| TensorView::new(stored, vec![VOCAB, D], bytes).unwrap();
                 let view = match name.as_str() {
                     "model.embed_tokens.weight" => of(&embedding),
                     "lm_head.weight" => of(&lm_head),
@@ -170,12 +176,13 @@ fn adapters_of_embedding_and_head_equal_merged_weights_alone_and_mixed() {
     for gpu in device::every_way_to_decode() {
         for tied in [false, true] {
             let base = Weights::open(tied);
-            let mut mixed = engine(&gpu, base.folder(tied).path(), EngineOptions::default());
+            let mut mixed = engine(&gpu, base.folder(tied, DType::F32).path(), EngineOptions::default());
             let mut requests = Vec::new();
             let mut expected = Vec::new();
             for (name, adapter, inner) in &adapters {
                 mixed.load_adapter(name, adapter).unwrap();
-                let mut merged = engine(&gpu, base.merged(adapter).folder(false).path(), EngineOptions::default());
+                let mut merged =
+                    engine(&gpu, base.merged(adapter).folder(false, DType::F32).path(), EngineOptions::default());
                 if let Some(inner) = inner {
                     merged.load_adapter("inner", inner).unwrap();
                 }
@@ -185,7 +192,7 @@ fn adapters_of_embedding_and_head_equal_merged_weights_alone_and_mixed() {
                     expected.push(run(&mut merged, &[(inner, prompt)]).remove(0));
                 }
             }
-            let mut plain = engine(&gpu, base.folder(tied).path(), EngineOptions::default());
+            let mut plain = engine(&gpu, base.folder(tied, DType::F32).path(), EngineOptions::default());
             for prompt in prompts() {
                 requests.push((None, prompt.clone()));
                 expected.push(run(&mut plain, &[(None, prompt)]).remove(0));
@@ -203,7 +210,7 @@ fn adapters_of_embedding_and_head_equal_merged_weights_alone_and_mixed() {
                 let off = largest_difference(&got.0, &expected[at].0);
                 // f16 operands are rounded anew for each number of rows, which a close call of ids may show.
                 let matrix = gpu.capabilities().matrix;
-                let allowed = if matrix { common::TOL_MATRIX_LOGITS } else { 1e-4 };
+                let allowed = if matrix { TOL_MATRIX_LOGITS } else { 1e-4 };
                 if off > allowed || !matrix && got.1 != expected[at].1 {
                     let what = format!("{} tied {tied} {name:?} {what} {} tokens", gpu.tier(), prompt.len());
                     failures.push(format!("{what}: off by {off}, {:?} for {:?}", got.1, expected[at].1));
@@ -218,6 +225,76 @@ fn adapters_of_embedding_and_head_equal_merged_weights_alone_and_mixed() {
         }
     }
     assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+/// Keeps the labels of what the engine dispatches; `None` where the device cannot.
+fn watch(gpu: &Gpu, engine: &mut Engine) -> Option<()> {
+    if !gpu.device().features().contains(wgpu::Features::TIMESTAMP_QUERY_INSIDE_PASSES) {
+        return None;
+    }
+    let count = wgpu::QUERY_SET_MAX_QUERIES;
+    let desc = wgpu::QuerySetDescriptor { label: Some("stages"), ty: wgpu::QueryType::Timestamp, count };
+    engine.profile(&gpu.device().create_query_set(&desc), count as usize);
+    Some(())
+}
+
+#[test]
+fn adapters_of_a_head_in_two_bytes_equal_merged_weights() {
+    let config = Checkpoint::open(Path::new(FOLDER)).unwrap().config().clone();
+    let inner = Adapter::open(&Path::new(FOLDER).join("adapters/attn_only"), &config).unwrap();
+    // Together no longer than a row of the head.
+    let adapters = [("f32", 8, DType::F32), ("bf16", 17, DType::Bf16)].map(|(name, rank, dtype)| {
+        (name, Adapter { factors: ends(rank as u64, rank, dtype, &[Site::LmHead]), ..inner.clone() })
+    });
+    let mut rng = Rng::new(8);
+    let prompts = [19, 40].map(|n| (0..n).map(|_| rng.below(VOCAB) as u32).collect::<Vec<u32>>());
+    let requests: Vec<(Option<&str>, Vec<u32>)> = prompts
+        .iter()
+        .flat_map(|prompt| [Some("f32"), None, Some("bf16")].map(|name| (name, prompt.clone())))
+        .collect();
+    let base = Weights::open(false);
+    for gpu in device::every_tier() {
+        let mut plain = engine(&gpu, base.folder(false, DType::F32).path(), EngineOptions::default());
+        let mut merged = adapters.each_ref().map(|(_, adapter)| {
+            engine(&gpu, base.merged(adapter).folder(false, DType::F32).path(), EngineOptions::default())
+        });
+        let expected: Vec<Vec<f32>> = requests
+            .iter()
+            .map(|(name, prompt)| {
+                let at = adapters.iter().position(|(of, _)| Some(*of) == *name);
+                let engine = at.map_or(&mut plain, |at| &mut merged[at]);
+                run(engine, &[(None, prompt.clone())]).remove(0).0
+            })
+            .collect();
+        let (caps, allowed) = (gpu.capabilities(), logit_tolerance(&gpu));
+        for of_prompt in expected.chunks(3) {
+            for adapted in [0, 2] {
+                let least = largest_difference(&of_prompt[adapted], &of_prompt[1]);
+                assert!(least > 5.0 * TOL_MATRIX_LOGITS, "an adapter changes logits by {least}");
+            }
+        }
+        // Where products on cooperative matrices add adapters, one sorts tokens for it, the other takes each alone.
+        let ways: &[usize] = if caps.matrix { &[1, 512] } else { &[512] };
+        for (apart_tokens, dtype) in ways.iter().flat_map(|n| [DType::Bf16, DType::F16].map(|dtype| (*n, dtype))) {
+            let gpu =
+                gpu.with_capabilities(Capabilities { tuning: Tuning { apart_tokens, ..caps.tuning }, ..caps.clone() });
+            let mut engine = engine(&gpu, base.folder(false, dtype).path(), EngineOptions::default());
+            for (name, adapter) in &adapters {
+                engine.load_adapter(name, adapter).unwrap();
+            }
+            let watched = watch(&gpu, &mut engine);
+            for (at, (got, _)) in run(&mut engine, &requests).iter().enumerate() {
+                let off = largest_difference(got, &expected[at]);
+                let (name, tier) = (requests[at].0, gpu.tier());
+                assert!(off <= allowed, "{tier} {dtype:?} {name:?} {apart_tokens}: off by {off}");
+            }
+            let labels = engine.profiled();
+            let sampled = labels.iter().position(|label| label.starts_with("sample["));
+            // The last product of the first step that comes to an end of prompts is that of the head.
+            let head = sampled.and_then(|at| folds(&labels[..at]).pop());
+            assert_eq!(head, (caps.matrix && watched.is_some()).then_some(true), "{apart_tokens}: {labels:?}");
+        }
+    }
 }
 
 #[test]
