@@ -14,46 +14,50 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         return;
     }
     let width = params.buckets + 1u;
-    var carry = 0u;
-    for (var block = 0u; block < width; block = block + {{ lanes }}u) {
-        let bucket = block + lane;
+    let places = params.place_base + chunk * width;
+    // Each invocation owns as many neighbouring buckets, so that one scan is enough for all. Their places count from its first bucket's.
+    let own = (width + {{ lanes - 1 }}u) / {{ lanes }}u;
+    let first = min(lane * own, width);
+    let last = min(first + own, width);
+    var length = 0u;
+    var sentinels = 0u;
+    for (var bucket = first; bucket < last; bucket = bucket + 1u) {
         var before = 0u;
         var total = 0u;
-        if (bucket < width) {
-            for (var c = 0u; c < params.chunks; c = c + 1u) {
-                let count = work[c * width + bucket];
-                before = before + select(0u, count, c < chunk);
-                total = total + count;
-            }
+        for (var c = 0u; c < params.chunks; c = c + 1u) {
+            let count = work[c * width + bucket];
+            before = before + select(0u, count, c < chunk);
+            total = total + count;
         }
-        let padded = (total + params.tile - 1u) / params.tile * params.tile;
-        scan_scratch[lane] = padded;
+        work[places + bucket] = length + before;
+        // The last bucket's stays.
+        sentinels = (total + params.tile - 1u) / params.tile * params.tile;
+        length = length + sentinels;
+    }
+    scan_scratch[lane] = length;
+    workgroupBarrier();
+    for (var step = 1u; step < {{ lanes }}u; step = step * 2u) {
+        var sum = scan_scratch[lane];
+        if (lane >= step) {
+            sum = sum + scan_scratch[lane - step];
+        }
         workgroupBarrier();
-        for (var step = 1u; step < {{ lanes }}u; step = step * 2u) {
-            var sum = scan_scratch[lane];
-            if (lane >= step) {
-                sum = sum + scan_scratch[lane - step];
-            }
-            workgroupBarrier();
-            scan_scratch[lane] = sum;
-            workgroupBarrier();
-        }
-        let end = carry + scan_scratch[lane];
-        if (bucket < width) {
-            work[params.place_base + chunk * width + bucket] = end - padded + before;
-        }
-        if (chunk == 0u && bucket == params.buckets) {
-            let tiles = (end - padded) / params.tile;
-            aligned[64] = i32(end);
-            aligned[65] = i32(tiles);
-            for (var c = 0u; c < params.consumers; c = c + 1u) {
-                aligned[c * 4u] = i32(params.columns[c / 4u][c % 4u]);
-                aligned[c * 4u + 1u] = i32(min(tiles, 65535u));
-                aligned[c * 4u + 2u] = i32(max((tiles + 65534u) / 65535u, 1u));
-            }
-        }
-        carry = carry + scan_scratch[{{ lanes }}u - 1u];
+        scan_scratch[lane] = sum;
         workgroupBarrier();
+    }
+    let end = scan_scratch[lane];
+    for (var bucket = first; bucket < last; bucket = bucket + 1u) {
+        work[places + bucket] = work[places + bucket] + end - length;
+    }
+    if (chunk == 0u && first < last && last == width) {
+        let tiles = (end - sentinels) / params.tile;
+        aligned[64] = i32(end);
+        aligned[65] = i32(tiles);
+        for (var c = 0u; c < params.consumers; c = c + 1u) {
+            aligned[c * 4u] = i32(params.columns[c / 4u][c % 4u]);
+            aligned[c * 4u + 1u] = i32(min(tiles, 65535u));
+            aligned[c * 4u + 2u] = i32(max((tiles + 65534u) / 65535u, 1u));
+        }
     }
     storageBarrier();
     workgroupBarrier();
@@ -61,7 +65,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         let pair = chunk * {{ chunk }}u + i;
         if (pair < params.pairs) {
             let bucket = bucket_of(ids[pair]);
-            let place = work[params.place_base + chunk * width + bucket] + work[params.rank_base + pair];
+            let place = work[places + bucket] + work[params.rank_base + pair];
             aligned[params.sorted_base + place] = i32(pair);
             aligned[params.places_base + pair] = i32(place);
             // Buckets begin with a tile.
