@@ -1,5 +1,5 @@
-// First half of an adapter on cooperative matrices: u[p] = s A x[row(p)] for 16 pairs of one virtual expert, one projection
-// and 16 rows of A a workgroup. Its subgroups share the depth among them and add up their sums at the end. Both operands
+// First half of an adapter on cooperative matrices: u[p] = s A x[row(p)] for 16 pairs of one virtual expert, {{ per }} of the site's
+// projections and 16 rows of the A of each a workgroup. Its subgroups share the depth among them and add up their sums at the end. Both operands
 // pass through workgroup memory as f16: rows of x come packed, each with its power of two; a factor's A has one, too. The
 // intermediate carries the scale, and the powers of two of x and of the base weights that y keeps.
 {% if folded %}
@@ -49,11 +49,12 @@ alias Sum = coop_mat16x16<f32, C>;
 {# Groups of eight that a subgroup takes in one round, and rows that it loads at a time. #}
 {% set part = 8 %}
 {% set rows_at_once = width // part %}
+{% set loads = 16 // rows_at_once %}
 {# Rows in workgroup memory are eight halves longer, so that lanes meet different banks. #}
 {% set row = (part * 8 + 8) // 4 %}
 const ROW = {{ row }}u;
 var<workgroup> x_tile: array<vec4<f16>, {{ subgroups * 16 * row }}>;
-var<workgroup> a_tile: array<vec4<f16>, {{ subgroups * 16 * row }}>;
+var<workgroup> a_tile: array<vec4<f16>, {{ subgroups * per * 16 * row }}>;
 var<workgroup> u_tile: array<f32, {{ subgroups * 256 }}>;
 
 {% include "shared/rows.wgsl" %}
@@ -76,112 +77,165 @@ fn main(
         return;
     }
     let rank_tiles = (params.max_rank + 15u) / 16u;
-    let projection = workgroup.x / rank_tiles;
-    let factor = index[params.index_base + u32(label) * params.projections + projection];
-    let rank = factor.rank_type & 0xffffu;
-    let storage = storage_of(factor);
-    // A bias is a column of B whose element of u is the scale alone.
-    let a_rows = rank - biased(factor);
     let r_begin = workgroup.x % rank_tiles * 16u;
+    var some = false;
+    {% for p in range(per) %}
+    {% if per == 1 %}
+    let projection{{ p }} = workgroup.x / rank_tiles;
+    {% else %}
+    let projection{{ p }} = {{ p }}u;
+    {% endif %}
+    let factor{{ p }} = index[params.index_base + u32(label) * params.projections + projection{{ p }}];
+    let rank{{ p }} = factor{{ p }}.rank_type & 0xffffu;
+    let storage{{ p }} = storage_of(factor{{ p }});
+    // A bias is a column of B whose element of u is the scale alone.
+    let a_rows{{ p }} = rank{{ p }} - biased(factor{{ p }});
     // u is read in whole vec4: the rows up to the next multiple of eight are written as 0.
-    let padded_rank = (rank + 7u) / 8u * 8u;
-    if (r_begin >= padded_rank) {
+    let padded_rank{{ p }} = (rank{{ p }} + 7u) / 8u * 8u;
+    some = some || r_begin < padded_rank{{ p }};
+    {% endfor %}
+    if (!some) {
         return;
     }
 
     let part = subgroup_lane % {{ part }}u;
     let first_pair = u32(ids[params.sorted_base + item * 16u]);
-    {% for i in range(16 // rows_at_once) %}
+    {% for i in range(loads) %}
     let row{{ i }} = subgroup_lane / {{ part }}u + {{ i * rows_at_once }}u;
     let pair{{ i }} = u32(ids[params.sorted_base + item * 16u + row{{ i }}]);
     // A row of padding reads the first pair's, which is in the cache: what becomes of it is never written.
     let x_at{{ i }} = select(first_pair, pair{{ i }}, pair{{ i }} < params.rows) / params.row_div * params.groups;
-    let a_at{{ i }} = min(r_begin + row{{ i }}, a_rows - 1u) * params.groups;
+    {% for p in range(per) %}
+    let a_at{{ p }}_{{ i }} = min(r_begin + row{{ i }}, max(a_rows{{ p }}, 1u) - 1u) * params.groups;
     {% endfor %}
-    let begin = subgroup * {{ 16 * row }}u;
-    let to_halves = a_scale(factor);
-    var sum = Sum();
-    {% for i in range(16 // rows_at_once) %}
+    {% endfor %}
+    let x_begin = subgroup * {{ 16 * row }}u;
+    let a_begin = subgroup * {{ per * 16 * row }}u;
+    {% for p in range(per) %}
+    let to_halves{{ p }} = a_scale(factor{{ p }});
+    var sum{{ p }} = Sum();
+    {% for i in range(loads) %}
+    var a{{ p }}_{{ i }} = vec4<u32>();
+    var b{{ p }}_{{ i }} = vec4<u32>();
+    {% endfor %}
+    {% endfor %}
+    {% for i in range(loads) %}
     var x{{ i }} = vec4<u32>();
-    var a{{ i }} = vec4<u32>();
-    var b{{ i }} = vec4<u32>();
     {% endfor %}
     {# A loop for each width of a storage type: a load in a branch is waited for at the end of that branch. #}
-    {% macro fetch(round, wide) %}
+    {% macro fetch(round, ps, wide) %}
     {
         // Past the end of a row the last part of it is loaded again, and x counts as 0 there.
         let place = min({{ round }} + subgroup * {{ part }}u + part, params.groups - 1u);
-        {% for i in range(16 // rows_at_once) %}
+        {% for i in range(loads) %}
         x{{ i }} = x[x_at{{ i }} + place];
+        {% for p in ps %}
         {% if wide %}
-        a{{ i }} = pool[factor.a + (a_at{{ i }} + place) * 2u];
-        b{{ i }} = pool[factor.a + (a_at{{ i }} + place) * 2u + 1u];
+        a{{ p }}_{{ i }} = pool[factor{{ p }}.a + (a_at{{ p }}_{{ i }} + place) * 2u];
+        b{{ p }}_{{ i }} = pool[factor{{ p }}.a + (a_at{{ p }}_{{ i }} + place) * 2u + 1u];
         {% else %}
-        a{{ i }} = pool[factor.a + a_at{{ i }} + place];
+        a{{ p }}_{{ i }} = pool[factor{{ p }}.a + a_at{{ p }}_{{ i }} + place];
         {% endif %}
+        {% endfor %}
         {% endfor %}
     }
     {% endmacro %}
-    {% macro walk(wide) %}
-    {{ fetch("0u", wide) }}
+    {# The sums of projections `ps`. A subgroup has its own part of workgroup memory; the barriers of all keep loads in their places. #}
+    {% macro walk(ps, wide) %}
+    {{ fetch("0u", ps, wide) }}
     for (var round = 0u; round < params.groups; round = round + {{ subgroups * part }}u) {
         let inside = round + subgroup * {{ part }}u + part < params.groups;
         workgroupBarrier();
-        {% for i in range(16 // rows_at_once) %}
+        {% for i in range(loads) %}
         {
-            let at = begin + row{{ i }} * ROW + part * 2u;
+            let x_to = x_begin + row{{ i }} * ROW + part * 2u;
             let words = select(vec4<u32>(), x{{ i }}, inside);
-            x_tile[at] = halves(words.xy);
-            x_tile[at + 1u] = halves(words.zw);
+            x_tile[x_to] = halves(words.xy);
+            x_tile[x_to + 1u] = halves(words.zw);
+            {% for p in ps %}
+            let a_to{{ p }} = a_begin + ({{ 16 * p }}u + row{{ i }}) * ROW + part * 2u;
             {% if wide %}
-            a_tile[at] = vec4<f16>(bitcast<vec4<f32>>(a{{ i }}) * to_halves);
-            a_tile[at + 1u] = vec4<f16>(bitcast<vec4<f32>>(b{{ i }}) * to_halves);
+            a_tile[a_to{{ p }}] = vec4<f16>(bitcast<vec4<f32>>(a{{ p }}_{{ i }}) * to_halves{{ p }});
+            a_tile[a_to{{ p }} + 1u] = vec4<f16>(bitcast<vec4<f32>>(b{{ p }}_{{ i }}) * to_halves{{ p }});
             {% else %}
-            a_tile[at] = vec4<f16>(decode_factor4(a{{ i }}.xy, storage) * to_halves);
-            a_tile[at + 1u] = vec4<f16>(decode_factor4(a{{ i }}.zw, storage) * to_halves);
+            a_tile[a_to{{ p }}] = vec4<f16>(decode_factor4(a{{ p }}_{{ i }}.xy, storage{{ p }}) * to_halves{{ p }});
+            a_tile[a_to{{ p }} + 1u] = vec4<f16>(decode_factor4(a{{ p }}_{{ i }}.zw, storage{{ p }}) * to_halves{{ p }});
             {% endif %}
+            {% endfor %}
         }
         {% endfor %}
         workgroupBarrier();
-        {{ fetch("round + " ~ subgroups * part ~ "u", wide) }}
-        {% for q in range(part // 2) %}
-        {
-            let left = coopLoadT<Left>(&x_tile[begin + {{ q * 4 }}u], ROW);
-            let right = coopLoad<Right>(&a_tile[begin + {{ q * 4 }}u], ROW);
-            sum = coopMultiplyAdd(left, right, sum);
+        {{ fetch("round + " ~ subgroups * part ~ "u", ps, wide) }}
+        // A subgroup rests past the end of the rows. The branch also keeps compilers from unrolling the loop: of an unrolled one, each
+        // load was moved behind the barriers of the round that uses it, and waited for there.
+        if (round + subgroup * {{ part }}u < params.groups) {
+            {% for q in range(part // 2) %}
+            {
+                let left = coopLoadT<Left>(&x_tile[x_begin + {{ q * 4 }}u], ROW);
+                {% for p in ps %}
+                let right{{ p }} = coopLoad<Right>(&a_tile[a_begin + {{ 16 * p * row + q * 4 }}u], ROW);
+                sum{{ p }} = coopMultiplyAdd(left, right{{ p }}, sum{{ p }});
+                {% endfor %}
+            }
+            {% endfor %}
         }
+    }
+    {
+        // What the last round loaded is stored, though nobody reads it, so that its use is no reason to move a load either.
+        var unread = x0{% for i in range(1, loads) %} ^ x{{ i }}{% endfor %};
+        {% for p in ps %}
+        {% for i in range(loads) %}
+        unread = unread ^ a{{ p }}_{{ i }}{% if wide %} ^ b{{ p }}_{{ i }}{% endif %};
         {% endfor %}
+        {% endfor %}
+        workgroupBarrier();
+        x_tile[x_begin + subgroup_lane] = halves(unread.xy ^ unread.zw);
     }
     {% endmacro %}
-    if (storage == 0u) {
-        {{ walk(true) }}
+    {% set all = range(per) %}
+    if ({% for p in all %}{{ " && " if p > 0 }}storage{{ p }} != 0u{% endfor %}) {
+        {{ walk(all, false) }}
     } else {
-        {{ walk(false) }}
+        {% for p in all %}
+        if (storage{{ p }} == 0u) {
+            {{ walk([p], true) }}
+        }{% if per > 1 %} else {
+            {{ walk([p], false) }}
+        }{% endif %}
+
+        {% endfor %}
     }
-    let own = &u_tile[subgroup * 256u];
-    coopStoreT(sum, own, 16u);
-    workgroupBarrier();
-    {% set per_lane = 2 if folded else 1 %}
-    for (var at = lane * {{ per_lane }}u; at < 256u; at = at + {{ subgroups * width * per_lane }}u) {
-        let r = r_begin + at % 16u;
-        let pair = u32(ids[params.sorted_base + item * 16u + at / 16u]);
-        if (pair < params.rows && r < padded_rank) {
-            let e_at = params.exponents + pair / params.row_div;
-            let shift = i32(unpack2x16float(x[e_at / 2u][e_at % 2u * 2u]).x);
-            {% for j in range(per_lane) %}
-            var value{{ j }} = 0.0;
-            for (var s = 0u; s < {{ subgroups }}u; s = s + 1u) {
-                value{{ j }} = value{{ j }} + u_tile[s * 256u + at + {{ j }}u];
+    {% for p in all %}
+    {
+        {% if p > 0 %}
+        workgroupBarrier();
+        {% endif %}
+        let own = &u_tile[subgroup * 256u];
+        coopStoreT(sum{{ p }}, own, 16u);
+        workgroupBarrier();
+        {% set per_lane = 2 if folded else 1 %}
+        for (var at = lane * {{ per_lane }}u; at < 256u; at = at + {{ subgroups * width * per_lane }}u) {
+            let r = r_begin + at % 16u;
+            let pair = u32(ids[params.sorted_base + item * 16u + at / 16u]);
+            if (pair < params.rows && r < padded_rank{{ p }}) {
+                let e_at = params.exponents + pair / params.row_div;
+                let shift = i32(unpack2x16float(x[e_at / 2u][e_at % 2u * 2u]).x);
+                {% for j in range(per_lane) %}
+                var value{{ j }} = 0.0;
+                for (var s = 0u; s < {{ subgroups }}u; s = s + 1u) {
+                    value{{ j }} = value{{ j }} + u_tile[s * 256u + at + {{ j }}u];
+                }
+                value{{ j }} = select(power_of_two(shift), value{{ j }} / to_halves{{ p }}, r + {{ j }}u < a_rows{{ p }}) * params.w_scale;
+                value{{ j }} = select(0.0, value{{ j }} * factor{{ p }}.scale, r + {{ j }}u < rank{{ p }});
+                {% endfor %}
+                let to = (pair * params.projections + projection{{ p }}) * params.max_rank + r;
+                {% if folded %}
+                u[to / 2u] = pack2x16float(vec2<f32>(value0, value1) * {{ 1 / 2 ** lift }});
+                {% else %}
+                u[to] = value0;
+                {% endif %}
             }
-            value{{ j }} = select(power_of_two(shift), value{{ j }} / to_halves, r + {{ j }}u < a_rows) * params.w_scale;
-            value{{ j }} = select(0.0, value{{ j }} * factor.scale, r + {{ j }}u < rank);
-            {% endfor %}
-            let to = (pair * params.projections + projection) * params.max_rank + r;
-            {% if folded %}
-            u[to / 2u] = pack2x16float(vec2<f32>(value0, value1) * {{ 1 / 2 ** lift }});
-            {% else %}
-            u[to] = value0;
-            {% endif %}
         }
     }
+    {% endfor %}
 }

@@ -79,9 +79,18 @@ pub struct LoraShrinkMatrix<'a> {
     pub folded: bool,
 }
 
-/// The variables on one device.
-pub fn vars(caps: &Capabilities, folded: bool) -> Vars {
+/// Projections that a workgroup takes at most, which then share what it loads of x: what workgroup memory holds.
+pub const MOST_AT_ONCE: u32 = 3;
+
+/// Projections of a site of `projections` that a workgroup takes: all or one.
+fn at_once(projections: usize) -> u32 {
+    if projections as u32 <= MOST_AT_ONCE { projections as u32 } else { 1 }
+}
+
+/// The variables on one device, for workgroups that take `per` projections.
+pub fn vars(caps: &Capabilities, folded: bool, per: u32) -> Vars {
     vec![
+        ("per", per.into()),
         ("subgroups", SUBGROUPS.into()),
         ("width", caps.row_lanes.into()),
         ("folded", folded.into()),
@@ -90,7 +99,8 @@ pub fn vars(caps: &Capabilities, folded: bool) -> Vars {
 }
 
 fn shrink_columns(site: &LoraSite, max_rank: usize) -> u32 {
-    (site.out_dims.len() * max_rank.next_multiple_of(8).div_ceil(TILE)) as u32
+    let projections = site.out_dims.len() as u32;
+    projections / at_once(projections as usize) * max_rank.next_multiple_of(8).div_ceil(TILE) as u32
 }
 
 /// Invocations of a workgroup of the expand, columns of each, and ranks that pass through workgroup memory at a time.
@@ -122,7 +132,7 @@ impl LoraShrinkMatrix<'_> {
         }
         let values = self.rows * self.site.out_dims.len() * self.max_rank;
         let u = rec.scratch("lora u", (values * if self.folded { 2 } else { 4 }) as u64)?;
-        let vars = vars(rec.gpu().capabilities(), self.folded);
+        let vars = vars(rec.gpu().capabilities(), self.folded, at_once(self.site.out_dims.len()));
         let pipeline = pipeline(rec.gpu(), &LORA_SHRINK_MATRIX, vars)?;
         let params = LoraShrinkMatrixParams {
             rows: self.rows as u32,

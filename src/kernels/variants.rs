@@ -209,7 +209,9 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
         all.push((&pack::PACK, pack::vars(twice)));
     }
     for folded in [false, true] {
-        all.push((&lora_matrix::LORA_SHRINK_MATRIX, lora_matrix::vars(caps, folded)));
+        for per in 1..=lora_matrix::MOST_AT_ONCE {
+            all.push((&lora_matrix::LORA_SHRINK_MATRIX, lora_matrix::vars(caps, folded, per)));
+        }
     }
     all.push((&lora_matrix::LORA_EXPAND_TILES, lora_matrix::expand_vars()));
     for head_dim in MATRIX_WIDTHS {
