@@ -319,6 +319,27 @@ fn main(
         {% endfor %}
     }
 
+    {% if kept %}
+    // What the last steps loaded is stored behind a row, though nobody reads it: a compiler moves a load to the only place where its value
+    // is used, here behind the barriers of a later step, and there it is waited for.
+    {
+        var unread = vec4<u32>();
+        {% for p in range(x_ahead) %}
+        {% for i in range(x_loads) %}
+        unread = unread ^ x{{ p }}_{{ i }};
+        {% endfor %}
+        {% endfor %}
+        {% for p in range(ahead) %}
+        {% for i in range(w_loads) %}
+        unread = unread ^ w{{ p }}_{{ i }};
+        {% endfor %}
+        {% endfor %}
+        if (part == 0u) {
+            w_tile[row0 % {{ columns }}u * ROW + {{ depth // 4 }}u] = halves(unread.xy ^ unread.zw);
+        }
+    }
+    {% endif %}
+
     {% if lora %}
     var slots = slot_bits[0];
     {% for s in range(1, subgroups) %}

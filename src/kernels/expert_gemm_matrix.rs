@@ -153,6 +153,7 @@ pub fn vars(
         ("sub_rows", tile.sub_rows.into()),
         ("sub_columns", tile.sub_columns.into()),
         ("rests", tile.rests.into()),
+        ("kept", tile.kept.into()),
         ("strip", tile.strip().into()),
         ("width", caps.row_lanes.into()),
         ("scaled", scaled.into()),
