@@ -15,12 +15,14 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     }
     let width = params.buckets + 1u;
     let places = params.place_base + chunk * width;
-    // Each invocation owns as many neighbouring buckets, so that one scan is enough for all. Their places count from its first bucket's.
+    // Each invocation owns a run of neighbouring buckets, so that one scan, of the lengths of the runs, is enough. Until then places
+    // count from the beginning of their run.
     let own = (width + {{ lanes - 1 }}u) / {{ lanes }}u;
     let first = min(lane * own, width);
     let last = min(first + own, width);
     var length = 0u;
-    var sentinels = 0u;
+    // At the end that of the run's last bucket, which of the last run is the sentinels'.
+    var padded = 0u;
     for (var bucket = first; bucket < last; bucket = bucket + 1u) {
         var before = 0u;
         var total = 0u;
@@ -30,9 +32,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
             total = total + count;
         }
         work[places + bucket] = length + before;
-        // The last bucket's stays.
-        sentinels = (total + params.tile - 1u) / params.tile * params.tile;
-        length = length + sentinels;
+        padded = (total + params.tile - 1u) / params.tile * params.tile;
+        length = length + padded;
     }
     scan_scratch[lane] = length;
     workgroupBarrier();
@@ -50,7 +51,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         work[places + bucket] = work[places + bucket] + end - length;
     }
     if (chunk == 0u && first < last && last == width) {
-        let tiles = (end - sentinels) / params.tile;
+        let tiles = (end - padded) / params.tile;
         aligned[64] = i32(end);
         aligned[65] = i32(tiles);
         for (var c = 0u; c < params.consumers; c = c + 1u) {

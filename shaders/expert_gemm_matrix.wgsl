@@ -320,8 +320,8 @@ fn main(
     }
 
     {% if kept %}
-    // What the last steps loaded is stored behind a row, though nobody reads it: a compiler moves a load to the only place where its value
-    // is used, here behind the barriers of a later step, and there it is waited for.
+    // A value with one use, behind a barrier, may be loaded only there, and waited for. So what the last steps loaded gets a use as
+    // well: a store behind a row, which nobody reads.
     {
         var unread = vec4<u32>();
         {% for p in range(x_ahead) %}

@@ -74,7 +74,8 @@ const DEVICES: [Known; 12] = {
 /// Device, matrices that it offers, tier, lanes of a row and whether they are one subgroup, bindings of a stack of eight
 /// matrices of 224 MiB (gate and up of Mixtral in bf16), and the products of one pair, of tiles of four and of tiles of
 /// eight: rows, tile, columns a lane, lanes, lanes along the depth, lanes that carry x. On the matrix tier also its tiles:
-/// rows, pairs, columns, depth, steps ahead, rows and columns of a subgroup, columns of its strip, lanes of a subgroup.
+/// rows, pairs, columns, depth, steps ahead of weights and of x, rows and columns of a subgroup, whether padding rests and
+/// loads are kept ahead, columns of its strip, lanes of a subgroup.
 const DECIDED: &str = "\
 Apple M2, Metal      8x8x8     subgroup  64       1  pairs 1 1 64 0 4 | tiles 4 2 64 0 4 | tiles 8 2 64 0 4
 Arc A770, Vulkan     none      subgroup  64       1  pairs 1 1 64 0 4 | tiles 4 2 64 0 4 | tiles 8 2 64 0 4

@@ -60,8 +60,8 @@ pub struct MatrixTile {
     pub sub_columns: u32,
     /// Subgroups whose rows are all padding do not multiply. A branch keeps loads and products apart, for better or worse.
     pub rests: bool,
-    /// What is loaded ahead is used behind the last step as well, so that a compiler leaves the loads where they stand. High tiles lack
-    /// the registers, and their loops are too long to be rearranged.
+    /// What is still held behind the last step is stored, unread, so that a compiler leaves loads ahead of their use. Not of high tiles:
+    /// they lack the registers, and compilers do not unroll their loops.
     pub kept: bool,
 }
 
