@@ -1,7 +1,7 @@
-// First half of an adapter on cooperative matrices: u[p] = s A x[row(p)] for 16 pairs of one virtual expert, {{ per }} of the site's
-// projections and 16 rows of the A of each a workgroup. Its subgroups share the depth among them and add up their sums at the end. Both operands
-// pass through workgroup memory as f16: rows of x come packed, each with its power of two; a factor's A has one, too. The
-// intermediate carries the scale, and the powers of two of x and of the base weights that y keeps.
+// First half of an adapter on cooperative matrices: u[p] = s A x[row(p)]. A workgroup takes 16 pairs of one virtual expert, and 16
+// rows of A of each of {{ per }} projections. Its subgroups share the depth among them and add up their sums at the end. Both
+// operands pass through workgroup memory as f16: rows of x come packed, each with its power of two; a factor's A has one, too.
+// The intermediate carries the scale, and the powers of two of x and of the base weights that y keeps.
 {% if folded %}
 // It is f16, times 2^-{{ lift }}: `expert_gemm_matrix` adds B u.
 {% else %}
@@ -78,7 +78,6 @@ fn main(
     }
     let rank_tiles = (params.max_rank + 15u) / 16u;
     let r_begin = workgroup.x % rank_tiles * 16u;
-    var some = false;
     {% for p in range(per) %}
     {% if per == 1 %}
     let projection{{ p }} = workgroup.x / rank_tiles;
@@ -87,14 +86,15 @@ fn main(
     {% endif %}
     let factor{{ p }} = index[params.index_base + u32(label) * params.projections + projection{{ p }}];
     let rank{{ p }} = factor{{ p }}.rank_type & 0xffffu;
-    let storage{{ p }} = storage_of(factor{{ p }});
     // A bias is a column of B whose element of u is the scale alone.
     let a_rows{{ p }} = rank{{ p }} - biased(factor{{ p }});
     // u is read in whole vec4: the rows up to the next multiple of eight are written as 0.
     let padded_rank{{ p }} = (rank{{ p }} + 7u) / 8u * 8u;
-    some = some || r_begin < padded_rank{{ p }};
+    // It has no adapter here, or one of fewer ranks. Beside others it is read as of two bytes, from where some A stands.
+    let live{{ p }} = r_begin < padded_rank{{ p }};
+    let storage{{ p }} = select(1u, storage_of(factor{{ p }}), live{{ p }});
     {% endfor %}
-    if (!some) {
+    if ({% for p in range(per) %}{{ " && " if p > 0 }}!live{{ p }}{% endfor %}) {
         return;
     }
 
@@ -140,7 +140,8 @@ fn main(
         {% endfor %}
     }
     {% endmacro %}
-    {# The sums of projections `ps`. A subgroup has its own part of workgroup memory; the barriers of all keep loads in their places. #}
+    {# The sums of projections `ps`. A subgroup has its own part of workgroup memory, so its own barriers would do; those of the whole
+       workgroup keep the loads in their places. #}
     {% macro walk(ps, wide) %}
     {{ fetch("0u", ps, wide) }}
     for (var round = 0u; round < params.groups; round = round + {{ subgroups * part }}u) {
@@ -181,7 +182,8 @@ fn main(
         }
     }
     {
-        // What the last round loaded is stored, though nobody reads it, so that its use is no reason to move a load either.
+        // A value with one use, behind a barrier, is loaded only there. So what the last round loaded gets a use as well: a store that
+        // nobody reads.
         var unread = x0{% for i in range(1, loads) %} ^ x{{ i }}{% endfor %};
         {% for p in ps %}
         {% for i in range(loads) %}
@@ -199,7 +201,7 @@ fn main(
         {% for p in all %}
         if (storage{{ p }} == 0u) {
             {{ walk([p], true) }}
-        }{% if per > 1 %} else {
+        }{% if per > 1 %} else if (live{{ p }}) {
             {{ walk([p], false) }}
         }{% endif %}
 

@@ -79,7 +79,8 @@ pub struct LoraShrinkMatrix<'a> {
     pub folded: bool,
 }
 
-/// Projections that a workgroup takes at most, which then share what it loads of x: what workgroup memory holds.
+/// Projections that a workgroup takes at most, which then share what it loads of x: what workgroup memory holds. Of a site of more it
+/// takes one.
 pub const MOST_AT_ONCE: u32 = 3;
 
 /// Projections of a site of `projections` that a workgroup takes: all or one.
@@ -245,5 +246,19 @@ impl LoraExpandTiles<'_> {
         let buffers = [self.u, pool, index, &self.aligned.view, &self.places.view, self.y];
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::matrix::WORKGROUP_BYTES;
+
+    #[test]
+    fn as_many_projections_are_taken_at_once_as_workgroup_memory_holds() {
+        // Rows of x and of each A, of 64 halves and eight more; sums of one projection.
+        let bytes = |per: u32| SUBGROUPS * EDGE * ((1 + per) * (64 + 8) * 2 + EDGE * 4);
+        assert!(bytes(MOST_AT_ONCE) <= WORKGROUP_BYTES && bytes(MOST_AT_ONCE + 1) > WORKGROUP_BYTES);
+        assert_eq!([1, 2, 3, 4].map(at_once), [1, 2, 3, 1]);
     }
 }
