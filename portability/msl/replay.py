@@ -84,7 +84,7 @@ def compiled(shaders, labels, folder, simdgroup):
     table = [line.split("\t") for line in (shaders / "variants.tsv").read_text().splitlines()]
     numbers = {label: number for number, _, _, label in table}
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["clang++-16", "-std=c++20", "-O1", "-w", "-Wno-c++11-narrowing", "-shared", "-fPIC", "-pthread", f"-DSIMDGROUP={simdgroup}"]
+    command = ["clang++-16", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-DSIMDGROUP={simdgroup}"]
     parts = [labels[i::PARTS] for i in range(PARTS) if labels[i::PARTS]]
     running = []
     for i, part in enumerate(parts):

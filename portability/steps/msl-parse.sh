@@ -5,8 +5,7 @@ source portability/lib.sh
 
 need_shaders
 packages clang-16
-# MSL has no double: there a literal without a suffix is a float.
-parse=(clang++-16 -std=c++20 -x c++ -fsyntax-only -w -Wno-c++11-narrowing -Iportability/msl/shim)
+parse=(clang++-16 -std=c++20 -x c++ -fsyntax-only -w -Iportability/msl/shim)
 
 # Many files to a run, each in a namespace of its own, because the header takes longer than a shader.
 all() {
