@@ -1,7 +1,7 @@
 // Grouped product y = W[e] x on cooperative matrices: a workgroup owns {{ height }} pairs of one expert and {{ columns }} output columns, a
 // subgroup of it {{ sub_rows }} x {{ sub_columns }}. Both operands pass through workgroup memory as f16, {{ depth }} of the inner dimension at a time, and
-// are loaded {{ ahead }} steps ahead: memory is far. Little workgroup memory matters more than few barriers: a multiprocessor
-// then holds several workgroups, of which one multiplies while another one stores. Rows of x come packed, each with its
+// are loaded {{ ahead }} steps ahead: memory is far. Little workgroup memory matters more than few barriers: of low tiles a
+// multiprocessor then holds several, of which one multiplies while another one stores. Rows of x come packed, each with its
 // power of two (`pack`, `activation_pack`); weights become f16 on the way, times a power of two of their stack where their
 // range needs one. Sums are f32.
 {% if rows == "tiles" %}

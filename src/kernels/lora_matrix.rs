@@ -84,8 +84,8 @@ pub struct LoraShrinkMatrix<'a> {
 pub const MOST_AT_ONCE: u32 = 3;
 
 /// Projections of a site of `projections` that a workgroup takes: all or one.
-fn at_once(projections: usize) -> u32 {
-    if projections as u32 <= MOST_AT_ONCE { projections as u32 } else { 1 }
+fn at_once(projections: u32) -> u32 {
+    if projections <= MOST_AT_ONCE { projections } else { 1 }
 }
 
 /// The variables on one device, for workgroups that take `per` projections.
@@ -101,7 +101,7 @@ pub fn vars(caps: &Capabilities, folded: bool, per: u32) -> Vars {
 
 fn shrink_columns(site: &LoraSite, max_rank: usize) -> u32 {
     let projections = site.out_dims.len() as u32;
-    projections / at_once(projections as usize) * max_rank.next_multiple_of(8).div_ceil(TILE) as u32
+    projections / at_once(projections) * max_rank.next_multiple_of(8).div_ceil(TILE) as u32
 }
 
 /// Invocations of a workgroup of the expand, columns of each, and ranks that pass through workgroup memory at a time.
@@ -133,7 +133,7 @@ impl LoraShrinkMatrix<'_> {
         }
         let values = self.rows * self.site.out_dims.len() * self.max_rank;
         let u = rec.scratch("lora u", (values * if self.folded { 2 } else { 4 }) as u64)?;
-        let vars = vars(rec.gpu().capabilities(), self.folded, at_once(self.site.out_dims.len()));
+        let vars = vars(rec.gpu().capabilities(), self.folded, at_once(self.site.out_dims.len() as u32));
         let pipeline = pipeline(rec.gpu(), &LORA_SHRINK_MATRIX, vars)?;
         let params = LoraShrinkMatrixParams {
             rows: self.rows as u32,

@@ -70,23 +70,22 @@ const fn cut(height: u32, columns: u32, depth: u32, ahead: u32, sub_rows: u32, s
     MatrixTile { height, columns, depth, ahead, x_ahead: ahead, sub_rows, sub_columns, rests: true, kept: false }
 }
 
+/// The lowest cuts, which dense products share.
+const LOW: [MatrixTile; 2] =
+    [MatrixTile { kept: true, ..cut(16, 64, 64, 2, 16, 16) }, MatrixTile { kept: true, ..cut(32, 64, 64, 2, 16, 32) }];
+
 /// Every cut of tiles of pairs, by height, from a search on an H200: little workgroup memory, and a height that holds the
 /// pairs of a matrix at once, matter most (see `docs/PERFORMANCE.md`).
 pub const TILES: [MatrixTile; 5] = [
-    MatrixTile { kept: true, ..cut(16, 64, 64, 2, 16, 16) },
-    MatrixTile { kept: true, ..cut(32, 64, 64, 2, 16, 32) },
+    LOW[0],
+    LOW[1],
     MatrixTile { kept: true, ..cut(48, 64, 64, 2, 48, 16) },
     MatrixTile { x_ahead: 1, rests: false, ..cut(80, 256, 64, 2, 80, 32) },
     MatrixTile { x_ahead: 1, rests: false, ..cut(144, 128, 64, 2, 48, 64) },
 ];
 
 /// The same for dense products, which need workgroup memory for their sums.
-pub const DENSE_TILES: [MatrixTile; 4] = [
-    MatrixTile { kept: true, ..cut(16, 64, 64, 2, 16, 16) },
-    MatrixTile { kept: true, ..cut(32, 64, 64, 2, 16, 32) },
-    cut(64, 128, 64, 2, 32, 32),
-    cut(128, 128, 64, 2, 64, 32),
-];
+pub const DENSE_TILES: [MatrixTile; 4] = [LOW[0], LOW[1], cut(64, 128, 64, 2, 32, 32), cut(128, 128, 64, 2, 64, 32)];
 
 impl MatrixTile {
     /// The cut of tiles of `height` pairs.
