@@ -17,47 +17,7 @@ enable wgpu_cooperative_matrix;
 // Which part of a tile a subgroup owns is uniform within it, but not for the analysis.
 diagnostic(off, derivative_uniformity);
 
-struct ExpertGemmMatrixParams {
-    // P, or T when dense.
-    rows: u32,
-    // Pairs that share a row of x: A for gate and up, 1 for down.
-    row_div: u32,
-    // Groups of eight in a row of W, and in a row of x: as many, or twice as many with the rest of each value behind all.
-    groups: u32,
-    x_groups: u32,
-    // Rows of W (columns of y) of this piece, and where they stand in y.
-    out_rows: u32,
-    out_begin: u32,
-    y_stride: u32,
-    // Matrices of this piece.
-    first: u32,
-    count: u32,
-    // 1: add to y.
-    accumulate: u32,
-    // Parts of `ids` when it is an alignment.
-    expert_base: u32,
-    sorted_base: u32,
-    // Where the exponents of the rows begin in x, in words of eight bytes.
-    exponents: u32,
-    // What a weight is multiplied by when it becomes f16, and the inverse.
-    w_scale: f32,
-    w_unscale: f32,
-    // Adapters: pairs of a token, slots and experts, entries of this site in `index`, its projections, and the rank that u
-    // has room for, a multiple of 16.
-    top_k: u32,
-    slots: u32,
-    experts: u32,
-    index_base: u32,
-    projections: u32,
-    max_rank: u32,
-    // From a column of a projection to the next in y.
-    step: u32,
-    pad0: u32,
-    pad1: u32,
-    // For each projection: first column in y, columns.
-    span_begin: vec4<u32>,
-    span_rows: vec4<u32>,
-}
+{% include "shared/matrix_params.wgsl" %}
 
 @group(0) @binding(0) var<uniform> params: ExpertGemmMatrixParams;
 @group(0) @binding(1) var<storage, read> x: array<vec4<u32>>; // f16 [rows / row_div, K], exponents [rows / row_div]
@@ -108,30 +68,10 @@ var<workgroup> row_words: array<u32, {{ height }}>;
 {% include "shared/eight.wgsl" %}
 {% include "shared/factors.wgsl" %}
 
-{% include "shared/bits.wgsl" %}
-
-// The slot number `n`, counted from 0, of those whose bits are set.
-fn nth_slot(bits: vec4<u32>, n: u32) -> u32 {
-    var rest = n;
-    for (var word = 0u; word < 4u; word = word + 1u) {
-        let count = countOneBits(bits[word]);
-        if (rest < count) {
-            return word * 32u + nth_bit(bits[word], rest);
-        }
-        rest = rest - count;
-    }
-    return 0u;
-}
+{% include "shared/slots.wgsl" %}
 {% endif %}
 
-fn decode(words: vec2<u32>) -> vec4<f16> {
-    {% if dtype == "f16" %}
-    return vec4<f16>(vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y)));
-    {% else %}
-    let v = bitcast<vec4<f32>>(vec4<u32>(words.x << 16u, words.x & 0xffff0000u, words.y << 16u, words.y & 0xffff0000u));
-    return vec4<f16>(v{% if scaled %} * params.w_scale{% endif %});
-    {% endif %}
-}
+{% include "shared/matrix_weights.wgsl" %}
 
 @compute @workgroup_size({{ lanes }})
 fn main(
@@ -270,25 +210,16 @@ fn main(
     {% endif %}
     {% endfor %}
     {% if lora %}
-    // Which row has which slot is found while the first loads are on their way, and kept where it takes no registers from the products.
-    var own_slots = vec4<u32>();
     {% for i in range(x_loads) %}
     {% if rows == "dense" %}
     let pair{{ i }} = first_row + row{{ i }};
     {% endif %}
-    let mapped{{ i }} = token_lora_mapping[min(pair{{ i }}, params.rows - 1u) / params.top_k];
+    let scan{{ i }} = row{{ i }};
+    let counts{{ i }} = row{{ i }} < {{ height }}u && part == 0u;
     {% endfor %}
-    {% for i in range(x_loads) %}
-    if (row{{ i }} < {{ height }}u && part == 0u) {
-        var slot = 255u;
-        if (pair{{ i }} < params.rows && mapped{{ i }} >= 0 && mapped{{ i }} < i32(params.slots)) {
-            slot = u32(mapped{{ i }});
-            own_slots[slot / 32u] = own_slots[slot / 32u] | (1u << (slot % 32u));
-        }
-        row_words[row{{ i }}] = slot << 24u | pair{{ i }} & 0xffffffu;
-    }
-    {% endfor %}
-    slot_bits[subgroup] = subgroupOr(own_slots);
+    {% set scans = x_loads %}
+    {% set keeps_rows = true %}
+    {% include "shared/fold_scan.wgsl" %}
     {% endif %}
     for (var step = 0u; step < steps; step = step + {{ ahead }}u) {
         {% for p in range(ahead) %}
@@ -341,117 +272,9 @@ fn main(
     {% endif %}
 
     {% if lora %}
-    var slots = slot_bits[0];
-    {% for s in range(1, subgroups) %}
-    slots = slots | slot_bits[{{ s }}];
-    {% endfor %}
-    let counts = countOneBits(slots);
-    let y_begin = params.out_begin + first_column;
-    // The projection whose columns this tile has{% if across %}, or the first of several{% endif %}, and chunks of 16 ranks.
-    var first_projection = 0u;
-    {% if across %}
-    let y_end = params.out_begin + min(first_column + {{ columns }}u, params.out_rows);
-    var projections = 1u;
-    {% endif %}
-    for (var i = 1u; i < params.projections; i = i + 1u) {
-        if (params.span_begin[i] <= y_begin) {
-            first_projection = i;
-            {% if across %}
-            projections = 1u;
-        } else if (params.span_begin[i] < y_end) {
-            projections = projections + 1u;
-            {% endif %}
-        }
-    }
-    {% if across %}
-    if (params.step > 1u) {
-        // They alternate.
-        first_projection = 0u;
-        projections = params.projections;
-    }
-    {% endif %}
-    let slot_chunks = {% if across %}projections * {% endif %}(params.max_rank / 16u);
-    let chunks = (counts.x + counts.y + counts.z + counts.w) * slot_chunks;
-    for (var begin = 0u; begin < chunks; begin = begin + {{ depth // 16 }}u) {
-        // A lane has one group of eight ranks: in {{ x_loads }} rows of u, and in {{ w_loads }} columns of B.
-        let chunk = min(begin + part / 2u, chunks - 1u);
-        let slot = nth_slot(slots, chunk / slot_chunks);
-        let of_slot = chunk % slot_chunks * 16u;
-        {% if across %}
-        let projection = first_projection + of_slot / params.max_rank;
-        let group = of_slot % params.max_rank / 8u + part % 2u;
-        {% else %}
-        let projection = first_projection;
-        let group = of_slot / 8u + part % 2u;
-        {% endif %}
-        let factor = index[params.index_base + (slot * params.experts + u32(label)) * params.projections + projection];
-        let groups = ((factor.rank_type & 0xffffu) + 7u) / 8u;
-        let inside = begin + part / 2u < chunks && group < groups;
-        let storage = storage_of(factor);
-        // Where nothing stands, something else is read and counts as 0.
-        let b_group = min(group, max(groups, 1u) - 1u);
-        let own_slot = select(256u, slot, inside);
-        {% for i in range(w_loads) %}
-        {% if across %}
-        let offset{{ i }} = y_begin + row{{ i }} - params.span_begin[projection];
-        let column{{ i }} = offset{{ i }} / params.step;
-        let held{{ i }} = y_begin + row{{ i }} >= params.span_begin[projection]
-            && offset{{ i }} % params.step == 0u && column{{ i }} < params.span_rows[projection];
-        let b_at{{ i }} = select(0u, column{{ i }}, held{{ i }}) * groups + b_group;
-        {% else %}
-        let column{{ i }} = min(y_begin + row{{ i }} - params.span_begin[projection], params.span_rows[projection] - 1u);
-        let b_at{{ i }} = column{{ i }} * groups + b_group;
-        {% endif %}
-        {% endfor %}
-        workgroupBarrier();
-        {
-            {% for i in range(x_loads) %}
-            let word{{ i }} = row_words[min(row{{ i }}, {{ height - 1 }}u)];
-            let u_pair{{ i }} = min(word{{ i }} & 0xffffffu, params.rows - 1u);
-            let at{{ i }} = (u_pair{{ i }} * params.projections + projection) * (params.max_rank / 8u) + group;
-            let read{{ i }} = u[at{{ i }}];
-            {% endfor %}
-            {% for i in range(x_loads) %}
-            {
-                let words = select(vec4<u32>(), read{{ i }}, word{{ i }} >> 24u == own_slot);
-                {{ store("x_tile", i, height, "halves(words.xy)", "halves(words.zw)") }}
-            }
-            {% endfor %}
-        }
-        {# A loop for each width of a storage type: a load in a branch is waited for at the end of that branch. #}
-        {% macro fetch_b(wide) %}
-            {% for i in range(w_loads) %}
-            {% if wide %}
-            let lo{{ i }} = pool[factor.b + b_at{{ i }} * 2u];
-            let hi{{ i }} = pool[factor.b + b_at{{ i }} * 2u + 1u];
-            {% else %}
-            let lo{{ i }} = pool[factor.b + b_at{{ i }}];
-            {% endif %}
-            {% endfor %}
-            {% for i in range(w_loads) %}
-            {
-                let counts = inside{% if across %} && held{{ i }}{% endif %};
-                let low = select(vec4<u32>(), lo{{ i }}, counts);
-                {% if wide %}
-                let high = select(vec4<u32>(), hi{{ i }}, counts);
-                let first = vec4<f16>(bitcast<vec4<f32>>(low) * LIFT);
-                let second = vec4<f16>(bitcast<vec4<f32>>(high) * LIFT);
-                {% else %}
-                let first = vec4<f16>(decode_factor4(low.xy, storage) * LIFT);
-                let second = vec4<f16>(decode_factor4(low.zw, storage) * LIFT);
-                {% endif %}
-                {{ store("w_tile", i, columns, "first", "second") }}
-            }
-            {% endfor %}
-        {% endmacro %}
-        if (storage == 0u) {
-            {{ fetch_b(true) }}
-        } else {
-            {{ fetch_b(false) }}
-        }
-        workgroupBarrier();
-        {{ multiply() }}
-    }
+    {% set u_tile = "x_tile" %}
+    {% set b_tile = "w_tile" %}
+    {% include "shared/fold.wgsl" %}
     {% endif %}
 
     {% if rows == "tiles" %}

@@ -3,23 +3,33 @@
 {% if twice %}
 // Behind the values of a row lies what was cut off from them: together they have the precision of f32.
 {% endif %}
+{% if blocks %}
+// Beside or instead of that as blocks of 16 rows and 16 values, from which `expert_gemm_direct` reads both.
+{% endif %}
 enable f16;
 
 struct PackParams {
     rows: u32,
     // K / 4.
     quads: u32,
-    pad0: u32,
-    pad1: u32,
+    // Blocks in a row, and where the exponents begin behind them, in words of eight bytes.
+    blocks: u32,
+    block_exponents: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: PackParams;
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>; // [rows, K]
 @group(0) @binding(2) var<storage, read_write> packed: array<vec4<f16>>; // [rows, K], exponents [rows]
+{% if blocks %}
+@group(0) @binding(3) var<storage, read_write> blocks: array<vec4<f16>>; // [rows / 16, K / 16, 16, 16], exponents
+{% endif %}
 
 {% include "shared/rows.wgsl" %}
 {% include "shared/reduce.wgsl" %}
 {% include "shared/halves.wgsl" %}
+{% if blocks %}
+{% include "shared/blocks.wgsl" %}
+{% endif %}
 
 @compute @workgroup_size({{ lanes }})
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
@@ -44,9 +54,22 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         packed[to + q] = vec4<f16>(cut);
         packed[to + params.quads + q] = vec4<f16>(v - cut);
         {% else %}
+        {% if by_row %}
         packed[to + q] = vec4<f16>(v);
         {% endif %}
+        {% if blocks %}
+        blocks[block_quad(row, q, params.blocks)] = vec4<f16>(v);
+        {% endif %}
+        {% endif %}
     }
+    {% if blocks %}
+    for (var q = params.quads + lane; q < params.blocks * 4u; q = q + {{ lanes }}u) {
+        blocks[block_quad(row, q, params.blocks)] = vec4<f16>();
+    }
+    if (lane == 0u) {
+        blocks[params.block_exponents + row] = vec4<f16>(f16(shift));
+    }
+    {% endif %}
     if (lane == 0u) {
         packed[params.rows * params.quads{% if twice %} * 2u{% endif %} + row] = vec4<f16>(f16(shift));
     }

@@ -21,7 +21,7 @@ use wgmoe::kernels::lora_gather::LoraGather;
 use wgmoe::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
 use wgmoe::kernels::pack::{Pack, Packed};
 use wgmoe::kernels::pair_shrink::PairShrink;
-use wgmoe::plan::matrix::{FOLDED_SLOTS, factor_exponent, largest_magnitude};
+use wgmoe::plan::matrix::{self, FOLDED_SLOTS, TILES, factor_exponent, largest_magnitude};
 use wgmoe::reference;
 use wgmoe::router::NoAdapter;
 use wgmoe::shape::align_capacity;
@@ -563,7 +563,9 @@ fn check_folded(
                 Some(align.record(rec, pass)?)
             }
         };
-        let packed = Packed::scratch(rec, "packed", case.tokens, inner)?;
+        let direct = matrix::dense(gpu.capabilities(), pairs, out, false).filter(|cut| tile.is_none() && cut.direct);
+        let labels = ["packed", "packed blocks"];
+        let packed = Packed::scratch_for(rec, labels, case.tokens, inner, direct.as_ref(), true)?;
         Pack { x: &x_view, packed: &packed }.record(rec, pass)?;
         let u = if apart {
             let (ids, status) = (tile.map(|_| &ids_view), &status);
@@ -600,7 +602,8 @@ fn check_folded(
             .record(rec, pass)?
         };
         let (token_lora_mapping, site, factors, top_k) = (&mapping_view, &site, &factors, case.top_k);
-        let folded = Folded { u, max_rank, token_lora_mapping, top_k, slots, experts, site, factors };
+        let used = slots;
+        let folded = Folded { u, max_rank, token_lora_mapping, top_k, slots, used, experts, site, factors };
         let select = aligned.as_ref().map_or(Rows::Dense, Rows::Tiles);
         ExpertGemmMatrix {
             rows: pairs,
@@ -640,7 +643,7 @@ fn check_folded(
 fn products_on_matrices_add_adapters_as_the_oracle_does() {
     let mut cases = Vec::new();
     let of = |slots: Vec<(usize, DType)>| Case { tokens: 60, slots, ..case() };
-    for height in [None, Some(16), Some(32), Some(48), Some(80), Some(144)] {
+    for height in [None].into_iter().chain(TILES.map(|tile| Some(tile.height as usize))) {
         let mut add = |case: Case, cut: Option<usize>| {
             let case = if height.is_none() { Case { experts: 1, top_k: 1, ..case } } else { case };
             cases.push((case, height, cut));
@@ -669,6 +672,11 @@ fn products_on_matrices_add_adapters_as_the_oracle_does() {
             add(Case { mix, tokens: 40, ..case() }, None);
         }
         add(Case { size: [5.0, 0.01], ..case() }, None);
+    }
+    // So many rows that x and u go straight into matrices, and columns of two projections in one tile.
+    for out_dims in [vec![512, 512], vec![700, 300]] {
+        let slots = vec![(17, DType::Bf16), (3, DType::F32), (8, DType::F16)];
+        cases.push((Case { out_dims, experts: 1, top_k: 1, tokens: 2000, ..of(slots) }, None, None));
     }
     for gpu in device::every_tier().into_iter().filter(|gpu| gpu.capabilities().matrix) {
         each_case(&cases, |case| check_folded(&gpu, case, false));

@@ -12,7 +12,8 @@ use moe::{Batch, OnDevice, SHAPE, Twin, adapter, pin, poisoned};
 use wgmoe::adapter::Site;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::expert_gemm::{self, EXPERT_GEMM};
-use wgmoe::kernels::expert_gemm_matrix::{self, EXPERT_GEMM_MATRIX};
+use wgmoe::kernels::expert_gemm_direct::{self, EXPERT_GEMM_DIRECT};
+use wgmoe::kernels::expert_gemm_matrix::{self, EXPERT_GEMM_MATRIX, Flags};
 use wgmoe::kernels::linker::label;
 use wgmoe::placement::Placement;
 use wgmoe::plan::capabilities::Capabilities;
@@ -85,7 +86,7 @@ GTX 1060, DX12, FXC  none      baseline  64       1  pairs 1 1 64 0 0 | tiles 4 
 RX 7900 XTX, Vulkan  16x16x16  subgroup  64       1  pairs 1 1 64 0 4 | tiles 4 2 64 0 4 | tiles 8 2 64 0 4
 RX 7900 XTX, DX12    none      subgroup  64       1  pairs 1 1 64 0 4 | tiles 4 2 64 0 4 | tiles 8 2 64 0 4
 H200, Vulkan         16x16x16  matrix    32 one   1  pairs 1 4 128 32 8 | tiles 4 4 128 32 8 | tiles 8 2 64 0 8 \
- | tiles 16 64 64 2 2 16 16 rests kept 16 32 | tiles 32 64 64 2 2 16 32 rests kept 32 32 | tiles 48 64 64 2 2 48 16 rests kept 16 32 | tiles 80 256 64 2 1 80 32 no-rests no-kept 16 32 | tiles 144 128 64 2 1 48 64 no-rests no-kept 16 32
+ | tiles 16 64 64 2 2 16 16 rests kept 16 32 | tiles 32 64 64 2 2 16 32 rests kept 32 32 | tiles 48 64 64 2 2 48 16 rests kept 16 32 | tiles 80 256 64 2 1 80 32 no-rests no-kept 16 32 | tiles 144 128 64 2 1 48 64 no-rests no-kept 16 32 | direct tiles 128 128 64 1 32 128 32
 llvmpipe, Vulkan     none      subgroup  8 one   16  pairs 1 1 16 0 8 | tiles 4 2 16 0 8 | tiles 8 2 16 0 8
 SwiftShader, Vulkan  none      subgroup  4 one    2  pairs 1 1 16 0 4 | tiles 4 2 16 0 4 | tiles 8 2 16 0 4
 WARP, DX12           none      subgroup  64       1  pairs 1 1 16 0 4 | tiles 4 2 16 0 4 | tiles 8 2 16 0 4
@@ -171,14 +172,14 @@ fn decided(known: &Known) -> String {
     let tier = caps.tier.to_string();
     let mut products = products.to_vec();
     for tile in TILES.into_iter().filter(|_| caps.matrix) {
-        let vars = expert_gemm_matrix::vars(caps, DType::Bf16, "tiles", tile, expert_gemm_matrix::Flags::default());
-        let label = label(&EXPERT_GEMM_MATRIX, &vars);
-        products.push(
-            label
-                .trim_start_matches("expert_gemm_matrix[bf16 ")
-                .trim_end_matches(" no-scaled no-ragged no-twice no-lora]")
-                .to_owned(),
-        );
+        let flags = Flags::default();
+        let label = if tile.direct {
+            label(&EXPERT_GEMM_DIRECT, &expert_gemm_direct::vars(caps, DType::Bf16, "tiles", tile, flags))
+        } else {
+            label(&EXPERT_GEMM_MATRIX, &expert_gemm_matrix::vars(caps, DType::Bf16, "tiles", tile, flags))
+        };
+        let cut = label.split_once("[bf16 ").unwrap().1.split(" no-scaled").next().unwrap();
+        products.push(if tile.direct { format!("direct {cut}") } else { cut.to_owned() });
     }
     let cells = format!("{:<20} {:<9} {tier:<9} {rows:<7} {pieces:>2}", known.name, known.matrices);
     format!("{cells}  {}\n", products.join(" | "))

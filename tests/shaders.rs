@@ -14,8 +14,8 @@ use wgmoe::kernels::params::Params;
 use wgmoe::kernels::variants::variants;
 use wgmoe::kernels::{
     activation, align, attention, attention_matrix, attention_split, combine, count, dense_gemm, down_combine, embed,
-    expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, lora_matrix, norm, pack, pair_gemm, pair_shrink,
-    random, rate, remap, rope, route, sample, stream,
+    expert_gemm, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather, lora_matrix, norm, pack, pair_gemm,
+    pair_shrink, random, rate, remap, rope, route, sample, stream, tile_rows,
 };
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::classes::classes;
@@ -47,7 +47,9 @@ fn params_of(stem: &str) -> Layout {
         "dense_gemm" => layout::<dense_gemm::DenseGemmParams>(),
         "down_combine" => layout::<down_combine::DownCombineParams>(),
         "pack" => layout::<pack::PackParams>(),
-        "expert_gemm_matrix" => layout::<expert_gemm_matrix::ExpertGemmMatrixParams>(),
+        "fold_blocks" => layout::<fold_blocks::FoldBlocksParams>(),
+        "tile_rows" => layout::<tile_rows::TileRowsParams>(),
+        "expert_gemm_matrix" | "expert_gemm_direct" => layout::<expert_gemm_matrix::ExpertGemmMatrixParams>(),
         "activation" => layout::<activation::ActivationParams>(),
         "activation_pack" => layout::<activation::ActivationPackParams>(),
         "combine" => layout::<combine::CombineParams>(),
@@ -183,8 +185,11 @@ fn every_variant_validates_and_agrees_with_its_host_file() {
 }
 
 /// Shaders of the matrix tier alone.
-const MATRIX_TIER: [&str; 9] = [
+const MATRIX_TIER: [&str; 12] = [
     "pack",
+    "fold_blocks",
+    "tile_rows",
+    "expert_gemm_direct",
     "pair_shrink_packed",
     "expert_gemm_matrix",
     "lora_shrink_matrix",

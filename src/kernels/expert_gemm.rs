@@ -7,6 +7,7 @@ use crate::kernels::expert_gemm_matrix::ExpertGemmMatrix;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::pack::{Pack, Packed};
 use crate::kernels::params::params;
+use crate::kernels::tile_rows;
 use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::matrix::{self, Exponent, MatrixTile};
@@ -190,9 +191,13 @@ fn column_tiles(caps: &Capabilities, rows: &str, out_rows: usize, tile: usize) -
 }
 
 impl Weights {
-    /// Column tiles of every piece, to announce to an alignment.
+    /// Column tiles of every piece, and what goes before them, to announce to an alignment.
     pub fn columns(&self, caps: &Capabilities, tile: usize) -> impl Iterator<Item = u32> {
-        self.pieces.iter().map(move |(p, _)| column_tiles(caps, TILES, p.rows, tile)).collect::<Vec<_>>().into_iter()
+        let pieces = self.pieces.iter().map(|(p, _)| column_tiles(caps, TILES, p.rows, tile));
+        // Of a direct cut the blocks of x, and those of u, of which a workgroup makes a tile's.
+        let direct = MatrixTile::of(tile).filter(|cut| cut.direct);
+        let blocks = direct.into_iter().flat_map(|cut| [tile_rows::columns(&cut), 1]);
+        pieces.chain(blocks).collect::<Vec<_>>().into_iter()
     }
 }
 
@@ -204,7 +209,7 @@ pub(crate) fn dense_on_matrices(
     exact: bool,
 ) -> Option<MatrixTile> {
     let possible = caps.matrix && weights.exponent.get().is_some() && (!exact || matrix::exact(caps, rows));
-    matrix::dense(caps, rows, weights.out_dim).filter(|_| possible)
+    matrix::dense(caps, rows, weights.out_dim, exact).filter(|_| possible)
 }
 
 impl ExpertGemm<'_> {
@@ -256,7 +261,9 @@ impl ExpertGemm<'_> {
         let packed = if self.exact {
             Packed::scratch_twice(rec, "packed twice", rows, width)?
         } else {
-            Packed::scratch(rec, "packed", rows, width)?
+            let cut = matrix::dense(rec.gpu().capabilities(), self.rows, self.weights.out_dim, false);
+            let direct = cut.filter(|cut| cut.direct && self.row_div == 1);
+            Packed::scratch_for(rec, ["packed", "packed blocks"], rows, width, direct.as_ref(), false)?
         };
         Pack { x: self.x, packed: &packed }.record(rec, pass)?;
         let Self { rows, row_div, select, weights, y, y_stride, accumulate, .. } = *self;

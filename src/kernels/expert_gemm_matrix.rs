@@ -3,10 +3,13 @@
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::expert_gemm::{Rows, Weights};
+use crate::kernels::expert_gemm_direct::{self, EXPERT_GEMM_DIRECT, EXPERT_GEMM_DIRECT_FOLDED};
+use crate::kernels::fold_blocks::FoldBlocks;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::lora::{Factors, LoraSite, Spans};
-use crate::kernels::pack::Packed;
+use crate::kernels::pack::{Blocks, Packed};
 use crate::kernels::params::params;
+use crate::kernels::tile_rows::TileRows;
 use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::matrix::{self, MatrixTile};
@@ -25,7 +28,7 @@ params! {
         row_div: u32,
         /// Groups of eight in a row of W.
         groups: u32,
-        /// Groups of eight in a row of x: as many, or twice as many.
+        /// Groups of eight in a row of x: as many, or twice as many; of a direct cut, blocks of 16, padded.
         x_groups: u32,
         /// Rows of W in this piece.
         out_rows: u32,
@@ -63,10 +66,10 @@ params! {
         max_rank: u32,
         /// From a column of a projection to the next in y.
         step: u32,
+        /// Blocks of u that a projection has room for.
+        room: u32,
         /// Padding.
         pad0: u32,
-        /// Padding.
-        pad1: u32,
         /// First column in y of each projection.
         span_begin: [u32; 4],
         /// Columns of each projection.
@@ -111,6 +114,8 @@ pub struct Folded<'a> {
     pub top_k: usize,
     /// L, at most [`matrix::FOLDED_SLOTS`].
     pub slots: usize,
+    /// Slots that occur in the mapping.
+    pub used: usize,
     /// E_l.
     pub experts: usize,
     /// The site.
@@ -176,7 +181,10 @@ impl ExpertGemmMatrix<'_> {
         let w = self.weights;
         let tile = match self.select {
             Rows::Tiles(aligned) => MatrixTile::of(aligned.tile).filter(|_| !self.accumulate && !self.x.twice),
-            Rows::Dense => matrix::dense(rec.gpu().capabilities(), self.rows, w.out_dim),
+            Rows::Dense => {
+                let staged = self.x.twice || self.x.blocks.is_none();
+                matrix::dense(rec.gpu().capabilities(), self.rows, w.out_dim, staged)
+            }
             Rows::Pairs(_) => None,
         };
         let (Some(tile), Some(exponent)) = (tile, w.exponent.get()) else {
@@ -197,16 +205,43 @@ impl ExpertGemmMatrix<'_> {
             lora: self.adapters.is_some(),
             across: spans.as_ref().is_some_and(|s| s.step > 1 || !s.out_begin.iter().all(within)),
         };
-        let vars = vars(&caps, w.dtype, self.select.name(), tile, flags);
-        let kernel = if self.adapters.is_some() { &EXPERT_GEMM_FOLDED } else { &EXPERT_GEMM_MATRIX };
+        let (kernel, vars) = match (tile.direct, flags.lora) {
+            (true, false) => {
+                (&EXPERT_GEMM_DIRECT, expert_gemm_direct::vars(&caps, w.dtype, self.select.name(), tile, flags))
+            }
+            (true, true) => {
+                (&EXPERT_GEMM_DIRECT_FOLDED, expert_gemm_direct::vars(&caps, w.dtype, self.select.name(), tile, flags))
+            }
+            (false, false) => (&EXPERT_GEMM_MATRIX, vars(&caps, w.dtype, self.select.name(), tile, flags)),
+            (false, true) => (&EXPERT_GEMM_FOLDED, vars(&caps, w.dtype, self.select.name(), tile, flags)),
+        };
         let pipeline = pipeline(rec.gpu(), kernel, vars)?;
+        let blocks = match (self.select, &self.x.blocks) {
+            _ if !tile.direct => None,
+            (Rows::Tiles(aligned), None) => {
+                let (rows, row_div, cut, x) = (self.rows, self.row_div, tile, self.x);
+                Some(TileRows { rows, row_div, aligned, cut, x }.record(rec, pass)?)
+            }
+            (_, blocks) => blocks.clone(),
+        };
+        let folded = match self.adapters {
+            Some(folded) if tile.direct => {
+                let (rows, select, cut) = (self.rows, self.select, tile);
+                Some(FoldBlocks { rows, select, cut, folded }.record(rec, pass)?)
+            }
+            _ => None,
+        };
+        let (x, x_groups, exponents) = match &blocks {
+            Some(Blocks { view, per_row, exponents }) => (view, *per_row, *exponents),
+            None => (&self.x.view, self.x.width / 8, self.x.exponents()),
+        };
         let (ids, expert_base, sorted_base) = self.select.ids(&self.x.view);
         for (piece, view) in &w.pieces {
             let mut params = ExpertGemmMatrixParams {
                 rows: self.rows as u32,
                 row_div: self.row_div as u32,
                 groups: (w.in_dim / 8) as u32,
-                x_groups: (self.x.width / 8) as u32,
+                x_groups: x_groups as u32,
                 out_rows: piece.rows as u32,
                 out_begin: piece.row_begin as u32,
                 y_stride: self.y_stride as u32,
@@ -215,7 +250,7 @@ impl ExpertGemmMatrix<'_> {
                 accumulate: u32::from(self.accumulate),
                 expert_base,
                 sorted_base,
-                exponents: self.x.exponents(),
+                exponents,
                 w_scale: 2f32.powi(exponent),
                 w_unscale: 2f32.powi(-exponent),
                 ..bytemuck::Zeroable::zeroed()
@@ -227,6 +262,7 @@ impl ExpertGemmMatrix<'_> {
                 params.index_base = a.site.index_base as u32;
                 params.projections = a.site.out_dims.len() as u32;
                 params.max_rank = a.max_rank as u32;
+                params.room = folded.as_ref().map_or(0, |blocks| blocks.room as u32);
                 (params.step, params.span_begin, params.span_rows) = (step, out_begin, out_rows);
             }
             let columns = (piece.rows as u32).div_ceil(tile.columns);
@@ -234,8 +270,9 @@ impl ExpertGemmMatrix<'_> {
                 Rows::Tiles(aligned) => aligned.grid(columns)?,
                 _ => Grid::folded(columns, (self.rows as u32).div_ceil(tile.height)),
             };
-            let mut buffers = vec![&self.x.view, view, ids];
+            let mut buffers = vec![x, view, ids];
             if let Some(Folded { u, token_lora_mapping, site, factors, .. }) = self.adapters {
+                let u = folded.as_ref().map_or(u, |blocks| &blocks.view);
                 buffers.extend([u, factors.pool(site), &factors.index, token_lora_mapping]);
             }
             buffers.push(self.y);

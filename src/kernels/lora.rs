@@ -78,6 +78,9 @@ params! {
     }
 }
 
+/// Projections that share an input at most.
+pub(crate) const MOST_PROJECTIONS: usize = 4;
+
 /// One place in the network whose input several projections share, such as q, k and v, or gate and up.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoraSite {

@@ -4,9 +4,12 @@ use crate::error::Result;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
+use crate::plan::matrix::{EDGE, MatrixTile};
 
 /// The shader.
 pub static PACK: Kernel = Kernel { stem: "pack", reads: 1, writes: 1 };
+/// The same shader where it writes blocks, too.
+pub static PACK_BLOCKS: Kernel = Kernel { stem: "pack", reads: 1, writes: 2 };
 
 params! {
     /// Sizes of one packing.
@@ -15,10 +18,10 @@ params! {
         rows: u32,
         /// K / 4.
         quads: u32,
-        /// Padding.
-        pad0: u32,
-        /// Padding.
-        pad1: u32,
+        /// Blocks in a row.
+        blocks: u32,
+        /// Where the exponents begin behind them, in words of eight bytes.
+        block_exponents: u32,
     }
 }
 
@@ -37,6 +40,40 @@ pub struct Packed {
     pub width: usize,
     /// Whether it is 2K.
     pub twice: bool,
+    /// Whether the rows themselves are written: else only their exponents.
+    pub by_row: bool,
+    /// The same rows for matrices to load straight from memory.
+    pub blocks: Option<Blocks>,
+}
+
+/// Packed rows as blocks of 16 rows and 16 values: f16 `[R / 16, per_row, 16, 16]`. The values end with zeros.
+#[derive(Debug, Clone)]
+pub struct Blocks {
+    /// All rows; behind them, where they are in the order of [`Packed`], the exponents again.
+    pub view: View,
+    /// Blocks in a row: whole steps of a product.
+    pub per_row: usize,
+    /// Where the exponents begin, in words of eight bytes.
+    pub exponents: u32,
+}
+
+impl Blocks {
+    /// Room for `rows` rows of `width` values for products with a `cut`, and for as many exponents.
+    ///
+    /// # Errors
+    /// Those of [`Recording::scratch`].
+    pub fn scratch(
+        rec: &mut Recording,
+        label: &'static str,
+        rows: usize,
+        width: usize,
+        cut: &MatrixTile,
+    ) -> Result<Self> {
+        let rows = rows.next_multiple_of(cut.height as usize);
+        let per_row = cut.blocks(width);
+        let view = rec.scratch(label, (rows * (per_row * EDGE as usize * 2 + 8)) as u64)?;
+        Ok(Self { view, per_row, exponents: (rows * per_row * EDGE as usize / 4) as u32 })
+    }
 }
 
 impl Packed {
@@ -47,7 +84,26 @@ impl Packed {
     pub fn scratch(rec: &mut Recording, label: &'static str, rows: usize, width: usize) -> Result<Self> {
         // Shaders read it in words of 16 bytes.
         let view = rec.scratch(label, (rows * (width / 4 + 1) * 8).next_multiple_of(16) as u64)?;
-        Ok(Self { view, rows, width, twice: false })
+        Ok(Self { view, rows, width, twice: false, by_row: true, blocks: None })
+    }
+
+    /// The same for a product with a direct `cut`, which takes blocks, of which `labels` has the second name; `by_row` where somebody
+    /// reads the rows, too. Without a cut there are rows alone.
+    ///
+    /// # Errors
+    /// Those of [`Recording::scratch`].
+    pub fn scratch_for(
+        rec: &mut Recording,
+        labels: [&'static str; 2],
+        rows: usize,
+        width: usize,
+        cut: Option<&MatrixTile>,
+        by_row: bool,
+    ) -> Result<Self> {
+        let packed = Self::scratch(rec, labels[0], rows, width)?;
+        let Some(cut) = cut else { return Ok(packed) };
+        let blocks = Some(Blocks::scratch(rec, labels[1], rows, width, cut)?);
+        Ok(Self { by_row, blocks, ..packed })
     }
 
     /// The same with what rounding takes from them.
@@ -77,12 +133,15 @@ pub(crate) fn row_vars() -> Vars {
     vec![("lanes", LANES.into()), ("one_subgroup", false.into())]
 }
 
-/// The variables of one variant.
-pub fn vars(twice: bool) -> Vars {
+/// The variables of one variant: whether rows come twice, as rows, and as blocks.
+pub fn vars(twice: bool, [by_row, blocks]: [bool; 2]) -> Vars {
     let mut all = row_vars();
-    all.push(("twice", twice.into()));
+    all.extend([("twice", twice.into()), ("by_row", by_row.into()), ("blocks", blocks.into())]);
     all
 }
+
+/// Which forms of rows a variant writes: rows, blocks or both.
+pub const FORMS: [[bool; 2]; 3] = [[true, false], [false, true], [true, true]];
 
 impl Pack<'_> {
     /// Records the stage.
@@ -90,13 +149,15 @@ impl Pack<'_> {
     /// # Errors
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        let Packed { rows, width, twice, .. } = *self.packed;
-        let pipeline = pipeline(rec.gpu(), &PACK, vars(twice))?;
-        let quads = width / if twice { 8 } else { 4 };
-        let rows = rows as u32;
-        let params = PackParams { rows, quads: quads as u32, pad0: 0, pad1: 0 };
-        let buffers = [self.x, &self.packed.view];
-        rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &Grid::folded(1, rows));
+        let Packed { rows, width, twice, by_row, ref blocks, .. } = *self.packed;
+        let kernel = if blocks.is_some() { &PACK_BLOCKS } else { &PACK };
+        let pipeline = pipeline(rec.gpu(), kernel, vars(twice, [by_row, blocks.is_some()]))?;
+        let quads = (width / if twice { 8 } else { 4 }) as u32;
+        let [per_row, block_exponents] = blocks.as_ref().map_or([0; 2], |b| [b.per_row as u32, b.exponents]);
+        let params = PackParams { rows: rows as u32, quads, blocks: per_row, block_exponents };
+        let mut buffers = vec![self.x, &self.packed.view];
+        buffers.extend(blocks.as_ref().map(|b| &b.view));
+        rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &Grid::folded(1, rows as u32));
         Ok(())
     }
 }

@@ -10,8 +10,8 @@ use crate::kernels::expert_gemm_matrix::Flags;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
     activation, align, attention, attention_matrix, attention_split, combine, count, dense_gemm, down_combine, embed,
-    expert_gemm, expert_gemm_matrix, localise, lora, lora_gather, lora_matrix, norm, pack, pair_gemm, pair_shrink,
-    random, rate, remap, rope, route, sample, stream,
+    expert_gemm, expert_gemm_direct, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather, lora_matrix, norm,
+    pack, pair_gemm, pair_shrink, random, rate, remap, rope, route, sample, stream, tile_rows,
 };
 use crate::plan::attention::{CUT, MATRIX_WIDTHS};
 use crate::plan::capabilities::Capabilities;
@@ -205,8 +205,16 @@ fn split_variants(all: &mut Vec<(&'static Kernel, Vars)>) {
 }
 
 fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
-    for twice in [false, true] {
-        all.push((&pack::PACK, pack::vars(twice)));
+    all.push((&pack::PACK, pack::vars(true, [true, false])));
+    for forms in pack::FORMS {
+        let kernel = if forms[1] { &pack::PACK_BLOCKS } else { &pack::PACK };
+        all.push((kernel, pack::vars(false, forms)));
+    }
+    for tile in TILES.iter().filter(|t| t.direct) {
+        all.push((&tile_rows::TILE_ROWS, tile_rows::vars(tile)));
+        for rows in ["tiles", "dense"] {
+            all.push((&fold_blocks::FOLD_BLOCKS, fold_blocks::vars(caps, rows, tile)));
+        }
     }
     for folded in [false, true] {
         for per in 1..=lora_matrix::MOST_AT_ONCE {
@@ -221,7 +229,17 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
     for (dtype, scaled) in [(DType::F16, false), (DType::Bf16, false), (DType::Bf16, true)] {
         for ragged in [false, true] {
             let plain = Flags { scaled, ragged, ..Flags::default() };
-            for (rows, tile) in TILES.map(|t| ("tiles", t)).into_iter().chain(DENSE_TILES.map(|t| ("dense", t))) {
+            let all_tiles = TILES.map(|t| ("tiles", t)).into_iter().chain(DENSE_TILES.map(|t| ("dense", t)));
+            let (direct, staged): (Vec<_>, Vec<_>) = all_tiles.partition(|(_, t)| t.direct);
+            for (rows, tile) in direct {
+                let vars = |flags| expert_gemm_direct::vars(caps, dtype, rows, tile, flags);
+                all.push((&expert_gemm_direct::EXPERT_GEMM_DIRECT, vars(plain)));
+                for across in [false, true].into_iter().filter(|_| !scaled) {
+                    let flags = Flags { lora: true, across, ..plain };
+                    all.push((&expert_gemm_direct::EXPERT_GEMM_DIRECT_FOLDED, vars(flags)));
+                }
+            }
+            for (rows, tile) in staged {
                 let vars = |flags| expert_gemm_matrix::vars(caps, dtype, rows, tile, flags);
                 all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars(plain)));
                 if rows == "dense" {
@@ -243,7 +261,10 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
         }
     }
     for kind in ACTIVATIONS {
-        all.push((&activation::ACTIVATION_PACK, activation::pack_vars(kind)));
+        for forms in pack::FORMS {
+            let kernel = if forms[1] { &activation::ACTIVATION_PACK_BLOCKS } else { &activation::ACTIVATION_PACK };
+            all.push((kernel, activation::pack_vars(kind, forms)));
+        }
     }
     all.push((&combine::COMBINE_TILES, Vars::new()));
 }

@@ -5,10 +5,13 @@ use crate::error::Result;
 use crate::kernels::align::{Align, Aligned};
 use crate::kernels::dense_gemm;
 use crate::kernels::expert_gemm::{Rows, Weights};
+use crate::kernels::fold_blocks;
 use crate::kernels::lora::{self, Factors, Lora, LoraSite};
 use crate::kernels::lora_gather::LoraGather;
 use crate::kernels::lora_matrix;
 use crate::kernels::{Recording, View};
+use crate::plan::capabilities::Capabilities;
+use crate::plan::matrix::MatrixTile;
 use crate::plan::{matrix, rows};
 
 /// The adapters of a batch, the same for every layer.
@@ -98,6 +101,13 @@ impl LoraBatch {
     }
 
     /// Records the adapters of a site that works on whole tokens, after its product.
+    /// Whether a buffer has room for the blocks of u that a product of `rows` rows with a direct `cut` loads.
+    pub(super) fn has_room(&self, caps: &Capabilities, cut: Option<MatrixTile>, rows: usize) -> bool {
+        let room = |cut| fold_blocks::room(&cut, self.adapters(), self.max_rank);
+        let blocks = |cut| fold_blocks::bytes(rows, lora::MOST_PROJECTIONS, room(cut));
+        cut.is_none_or(|cut| blocks(cut) <= caps.max_binding_bytes)
+    }
+
     ///
     /// # Errors
     /// Those of the LoRA stages.

@@ -10,7 +10,7 @@ use crate::kernels::pack::{Pack, Packed};
 use crate::kernels::pair_shrink::PairShrink;
 use crate::kernels::{Recording, View};
 use crate::layer::LoraBatch;
-use crate::plan::matrix::EDGE;
+use crate::plan::matrix::{self, EDGE};
 use crate::plan::rows;
 
 /// Semantics: `y[t] (+)= W · x[t]`, and what the adapter of token t changes at the site.
@@ -48,6 +48,7 @@ impl Dense<'_> {
         if let (None, Some(tile), Some(adapters)) = (cut, dense_on_matrices(&caps, tokens, weights, false), adapters)
             && !exact
             && adapters.0.folded(weights, tile.height as usize, tokens)
+            && adapters.0.has_room(&caps, Some(tile).filter(|cut| cut.direct), tokens)
             && (rows::tokens_apart(&caps, tokens) || adapters.0.matrix_aligned.is_some())
         {
             return self.record_folded(rec, pass, adapters);
@@ -94,7 +95,9 @@ impl Dense<'_> {
     ) -> Result<()> {
         let (batch, site, factors) = adapters;
         let Weights { out_dim, in_dim, .. } = *self.weights;
-        let packed = Packed::scratch(rec, "packed", self.tokens, in_dim)?;
+        let direct = matrix::dense(rec.gpu().capabilities(), self.tokens, out_dim, false).filter(|cut| cut.direct);
+        let labels = ["packed", "packed blocks"];
+        let packed = Packed::scratch_for(rec, labels, self.tokens, in_dim, direct.as_ref(), true)?;
         Pack { x: self.x, packed: &packed }.record(rec, pass)?;
         let (rows, row_div, max_rank) = (self.tokens, 1, batch.max_rank.next_multiple_of(EDGE as usize));
         let u = match &batch.matrix_aligned {
@@ -106,7 +109,8 @@ impl Dense<'_> {
             }
         };
         let (token_lora_mapping, top_k, slots, experts) = (&batch.token_lora_mapping, 1, batch.slots, 1);
-        let folded = Folded { u, max_rank, token_lora_mapping, top_k, slots, experts, site, factors };
+        let used = batch.adapters();
+        let folded = Folded { u, max_rank, token_lora_mapping, top_k, slots, used, experts, site, factors };
         let (select, x, weights, y, y_stride) = (Rows::Dense, &packed, self.weights, self.y, out_dim);
         let (accumulate, adapters) = (self.accumulate, Some(&folded));
         ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, adapters }.record(rec, pass)

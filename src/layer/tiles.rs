@@ -10,11 +10,11 @@ use crate::kernels::expert_gemm::{Rows, Weights};
 use crate::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Folded};
 use crate::kernels::lora::LoraSite;
 use crate::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
-use crate::kernels::pack::{Pack, Packed};
+use crate::kernels::pack::{Blocks, Pack, Packed};
 use crate::kernels::{Recording, View};
 use crate::layer::{LoraBatch, MoeLayer, MoeTensors, Routed};
 use crate::plan::capabilities::Capabilities;
-use crate::plan::matrix::{self, EDGE};
+use crate::plan::matrix::{self, EDGE, MatrixTile};
 use crate::plan::rows;
 use crate::shape::{MoeShape, align_capacity};
 
@@ -51,7 +51,9 @@ impl MoeLayer {
         if !caps.matrix || !possible(&self.gate_up) || !possible(&self.down) {
             return None;
         }
-        let row_bytes = stride(&self.gate_up).max(stride(&self.down)) as u64 * 4;
+        // Rows of products, and of x as blocks.
+        let row_bytes = |w: &Weights| (stride(w) * 4).max(w.in_dim.next_multiple_of(64) * 2) as u64;
+        let row_bytes = row_bytes(&self.gate_up).max(row_bytes(&self.down));
         let fits = |tile: usize| align_capacity(pairs, self.experts, tile) as u64 * row_bytes <= caps.max_binding_bytes;
         let mut tile = matrix::tile(caps, pairs, self.experts)?;
         while !fits(tile) {
@@ -74,7 +76,8 @@ impl MoeLayer {
         let caps = rec.gpu().capabilities().clone();
         let pairs = t.tokens * a;
 
-        let sorted = |site: &LoraSite, w: &Weights| t.adapts(site) && !(self.apart(&caps, t) && self.folds(t, w, tile));
+        let sorted =
+            |site: &LoraSite, w: &Weights| t.adapts(site) && !(self.apart(&caps, t) && self.folds(&caps, t, w, tile));
         let tiles = match t.lora {
             Some((batch, sites, _)) if sorted(&sites.gate_up, &self.gate_up) || sorted(&sites.down, &self.down) => {
                 Some(self.adapter_tiles(rec, pass, t, ids, batch, sites)?)
@@ -101,7 +104,13 @@ impl MoeLayer {
         let gate_up =
             self.product(rec, pass, t, &Product { aligned, weights, x: &x, row_div, site, ids, tiles, label })?;
 
-        let h = Packed::scratch(rec, "packed h", pairs, self.width)?;
+        let direct = MatrixTile::of(tile).filter(|cut| cut.direct);
+        let mut h = Packed::scratch(rec, "packed h", pairs, self.width)?;
+        if let Some(cut) = direct {
+            // The shrink reads rows.
+            h.by_row = adapters(true).is_some();
+            h.blocks = Some(Blocks::scratch(rec, "h in blocks", aligned.capacity, self.width, &cut)?);
+        }
         ActivatePack {
             rows: pairs,
             width: self.width,
@@ -143,11 +152,13 @@ impl MoeLayer {
     }
 
     /// Whether a product with `weights` in tiles of `tile` pairs adds the adapters itself.
-    fn folds(&self, t: &MoeTensors<'_>, weights: &Weights, tile: usize) -> bool {
+    fn folds(&self, caps: &Capabilities, t: &MoeTensors<'_>, weights: &Weights, tile: usize) -> bool {
         // A tile has no more adapters than pairs, of which an expert has so many on the average.
         let pairs = t.tokens * self.shape.top_k;
         let most = pairs.div_ceil(self.experts).min(tile);
-        t.lora.is_some_and(|(batch, ..)| batch.folded(weights, most, pairs))
+        let rows = align_capacity(pairs, self.experts, tile);
+        let cut = MatrixTile::of(tile).filter(|cut| cut.direct);
+        t.lora.is_some_and(|(batch, ..)| batch.folded(weights, most, pairs) && batch.has_room(caps, cut, rows))
     }
 
     /// Tiles of pairs that share expert and adapter.
@@ -199,8 +210,8 @@ impl MoeLayer {
             matrix(rec, pass, None)?;
             return Ok(Products { y, y_stride, w_unscale: 2f32.powi(-exponent) });
         };
-        let (slots, experts, top_k, folded) =
-            (batch.slots, self.experts, self.shape.top_k, self.folds(t, weights, aligned.tile));
+        let (slots, used, experts, top_k) = (batch.slots, batch.adapters(), self.experts, self.shape.top_k);
+        let folded = self.folds(rec.gpu().capabilities(), t, weights, aligned.tile);
         let token_lora_mapping = &batch.token_lora_mapping;
         let max_rank = batch.max_rank.next_multiple_of(if folded { EDGE as usize } else { 8 });
         let buckets = slots * experts;
@@ -222,7 +233,7 @@ impl MoeLayer {
             _ => matrix(
                 rec,
                 pass,
-                Some(&Folded { u, max_rank, token_lora_mapping, top_k, slots, experts, site, factors }),
+                Some(&Folded { u, max_rank, token_lora_mapping, top_k, slots, used, experts, site, factors }),
             )?,
         }
         Ok(Products { y, y_stride, w_unscale: 2f32.powi(-exponent) })

@@ -63,29 +63,48 @@ pub struct MatrixTile {
     /// What is still held behind the last step is stored, unread, so that a compiler leaves loads ahead of their use. Not of high tiles:
     /// they lack the registers, and compilers do not unroll their loops.
     pub kept: bool,
+    /// Rows of x come in blocks that go straight from memory into matrices; only weights pass through workgroup memory, one step
+    /// ahead.
+    pub direct: bool,
 }
 
 /// A cut; its fields in order.
 const fn cut(height: u32, columns: u32, depth: u32, ahead: u32, sub_rows: u32, sub_columns: u32) -> MatrixTile {
-    MatrixTile { height, columns, depth, ahead, x_ahead: ahead, sub_rows, sub_columns, rests: true, kept: false }
+    MatrixTile {
+        height,
+        columns,
+        depth,
+        ahead,
+        x_ahead: ahead,
+        sub_rows,
+        sub_columns,
+        rests: true,
+        kept: false,
+        direct: false,
+    }
 }
+
+/// The cut of many rows, of which x goes straight into matrices.
+const DIRECT: MatrixTile = MatrixTile { direct: true, rests: false, ..cut(128, 128, 64, 1, 32, 128) };
 
 /// The lowest cuts, which dense products share.
 const LOW: [MatrixTile; 2] =
     [MatrixTile { kept: true, ..cut(16, 64, 64, 2, 16, 16) }, MatrixTile { kept: true, ..cut(32, 64, 64, 2, 16, 32) }];
 
-/// Every cut of tiles of pairs, by height, from a search on an H200: little workgroup memory, and a height that holds the
-/// pairs of a matrix at once, matter most (see `docs/PERFORMANCE.md`).
-pub const TILES: [MatrixTile; 5] = [
+/// Every cut of tiles of pairs, by height and the direct one last, from a search on an H200: little workgroup memory, and a height
+/// that holds the pairs of a matrix at once, matter most (see `docs/PERFORMANCE.md`).
+pub const TILES: [MatrixTile; 6] = [
     LOW[0],
     LOW[1],
     MatrixTile { kept: true, ..cut(48, 64, 64, 2, 48, 16) },
     MatrixTile { x_ahead: 1, rests: false, ..cut(80, 256, 64, 2, 80, 32) },
     MatrixTile { x_ahead: 1, rests: false, ..cut(144, 128, 64, 2, 48, 64) },
+    DIRECT,
 ];
 
 /// The same for dense products, which need workgroup memory for their sums.
-pub const DENSE_TILES: [MatrixTile; 4] = [LOW[0], LOW[1], cut(64, 128, 64, 2, 32, 32), cut(128, 128, 64, 2, 64, 32)];
+pub const DENSE_TILES: [MatrixTile; 5] =
+    [LOW[0], LOW[1], cut(64, 128, 64, 2, 32, 32), cut(128, 128, 64, 2, 64, 32), DIRECT];
 
 impl MatrixTile {
     /// The cut of tiles of `height` pairs.
@@ -101,13 +120,17 @@ impl MatrixTile {
     /// Columns of the strip of 16 rows through which a subgroup of a dense product writes its sums: 32, or 16 where memory
     /// is short.
     pub fn strip(&self) -> u32 {
+        if self.direct {
+            return EDGE;
+        }
         let fits = self.workgroup_bytes() + self.subgroups() * 16 * 32 * 4 <= WORKGROUP_BYTES;
         if fits && self.sub_columns >= 32 { 32 } else { 16 }
     }
 
     /// Workgroup memory of a step of both operands in bytes, rows longer by eight halves.
     pub fn workgroup_bytes(&self) -> u32 {
-        (self.height + self.columns) * (self.depth + 8) * 2
+        let rows = if self.direct { self.columns } else { self.height + self.columns };
+        rows * (self.depth + 8) * 2
     }
 
     /// The same and the strips of a dense product.
@@ -119,34 +142,45 @@ impl MatrixTile {
     pub fn folded_workgroup_bytes(&self) -> u32 {
         self.height * 4 + self.subgroups() * 16
     }
+
+    /// Blocks of 16 values in a row of x of a direct cut, padded to whole steps.
+    pub fn blocks(&self, width: usize) -> usize {
+        width.next_multiple_of(self.depth as usize) / EDGE as usize
+    }
 }
 
 /// Tile height for `pairs` spread over `matrices` on the matrix tier, or `None` for one pair at a time: the lowest one that
 /// holds the pairs of a matrix, two standard deviations of random routing more than their mean. Two tiles of one matrix read
-/// it twice.
+/// it twice. Where the mean alone fills more than one tile, that of the direct cut.
 pub fn tile(caps: &Capabilities, pairs: usize, matrices: usize) -> Option<usize> {
     let mean = pairs as f64 / matrices.max(1) as f64;
     if mean < caps.tuning.tiles_from {
         return None;
     }
     let most = mean + 2.0 * mean.sqrt();
-    let [.., highest] = TILES;
-    Some(TILES.iter().find(|t| f64::from(t.height) >= most).unwrap_or(&highest).height as usize)
+    let [staged @ .., direct] = TILES;
+    let [.., highest] = staged;
+    if mean > f64::from(highest.height) {
+        return Some(direct.height as usize);
+    }
+    Some(staged.iter().find(|t| f64::from(t.height) >= most).unwrap_or(&highest).height as usize)
 }
 
-/// The next lower tile.
+/// The next lower tile through workgroup memory.
 pub fn lower(height: usize) -> Option<usize> {
-    TILES.iter().rev().map(|t| t.height as usize).find(|h| *h < height)
+    TILES.iter().rev().filter(|t| !t.direct).map(|t| t.height as usize).find(|h| *h < height)
 }
 
 /// The cut of a dense product of `rows` rows with `columns` columns, or `None` for few rows: the highest tile that still
-/// makes enough workgroups.
-pub fn dense(caps: &Capabilities, rows: usize, columns: usize) -> Option<MatrixTile> {
+/// makes enough workgroups. None is direct of values that come `twice`.
+pub fn dense(caps: &Capabilities, rows: usize, columns: usize, twice: bool) -> Option<MatrixTile> {
     if rows <= 8 {
         return None;
     }
     let workgroups = |t: &MatrixTile| rows.div_ceil(t.height as usize) * columns.div_ceil(t.columns as usize);
-    let enough = |t: &&MatrixTile| t.height as usize <= rows && workgroups(t) >= caps.tuning.matrix_workgroups;
+    let enough = |t: &&MatrixTile| {
+        !(twice && t.direct) && t.height as usize <= rows && workgroups(t) >= caps.tuning.matrix_workgroups
+    };
     Some(*DENSE_TILES.iter().rev().find(enough).unwrap_or(&DENSE_TILES[0]))
 }
 
@@ -333,7 +367,7 @@ mod tests {
     #[test]
     fn thresholds_are_those_of_the_tuning() {
         let own = device();
-        let height = |caps: &Capabilities, rows| dense(caps, rows, 2048).map(|t| t.height);
+        let height = |caps: &Capabilities, rows| dense(caps, rows, 2048, false).map(|t| t.height);
         assert_eq!([8, 9, 128, 2048].map(|rows| height(&own, rows)), [None, Some(16), Some(32), Some(128)]);
         assert_eq!([1023, 1024].map(|rows| exact(&own, rows)), [false, true]);
         let tuning = Tuning { tiles_from: 0.5, matrix_workgroups: 1, exact_matrix_rows: 9, ..own.tuning };
@@ -347,9 +381,10 @@ mod tests {
     fn tiles_grow_with_the_pairs_of_a_matrix() {
         let caps = device();
         let tile = |pairs| tile(&caps, pairs, 16);
-        assert_eq!([0, 31, 32, 16 * 64, 16 * 200].map(tile), [None, None, Some(16), Some(80), Some(144)]);
+        assert_eq!([0, 31, 32, 16 * 64, 16 * 128].map(tile), [None, None, Some(16), Some(80), Some(144)]);
+        assert_eq!([16 * 144, 16 * 145].map(tile), [Some(144), Some(128)], "the direct cut");
         assert!((0..1 << 14).filter_map(tile).all(|h| MatrixTile::of(h).is_some()));
-        assert_eq!(lower(80), Some(48));
+        assert_eq!([144, 128, 80].map(lower), [Some(80), Some(80), Some(48)]);
         assert_eq!(lower(16), None);
     }
 

@@ -47,7 +47,9 @@ pub fn rel_err(got: &[f32], expected: &[f32]) -> f32 {
 
 /// For each product on cooperative matrices among the labels of what was recorded, whether it adds adapters itself.
 pub fn folds(labels: &[String]) -> Vec<bool> {
-    let products = labels.iter().filter(|label| label.starts_with("expert_gemm_matrix["));
+    let products = labels
+        .iter()
+        .filter(|label| ["expert_gemm_matrix[", "expert_gemm_direct["].iter().any(|stem| label.starts_with(stem)));
     products.map(|label| label.split([' ', ']']).any(|word| word == "lora")).collect()
 }
 

@@ -1,0 +1,249 @@
+// Product y = W[e] x on cooperative matrices for many rows: what `expert_gemm_matrix` does for few. A workgroup owns {{ height }}
+// {{ "rows" if rows == "dense" else "pairs of one expert" }} and {{ columns }} output columns. Rows of x come as blocks (`pack`, `tile_rows`, `activation_pack`) that go from
+// memory straight into matrices, {{ x_ahead * 16 }} of the inner dimension ahead. Only W passes through workgroup memory, as f16: so little
+// of that is taken that two workgroups fit a multiprocessor, of which one multiplies while the other one waits (`docs/PERFORMANCE.md`).
+// Sums are f32.
+{% if rows == "tiles" %}
+// y lies in the order of the tiles, padding included, and keeps the powers of two of x and of W.
+{% endif %}
+enable f16;
+enable wgpu_cooperative_matrix;
+// Which part of a tile a subgroup owns is uniform within it, but not for the analysis.
+diagnostic(off, derivative_uniformity);
+
+{% include "shared/matrix_params.wgsl" %}
+
+@group(0) @binding(0) var<uniform> params: ExpertGemmMatrixParams;
+@group(0) @binding(1) var<storage, read> x: array<vec4<f16>>; // [rows / 16, K / 16, 16, 16], exponents [rows] when dense
+@group(0) @binding(2) var<storage, read> w: array<vec4<u32>>; // [count, out_rows, K], rows padded to eight
+@group(0) @binding(3) var<storage, read> ids: array<i32>; // alignment; unused when dense
+{% if lora %}
+@group(0) @binding(4) var<storage, read> u: array<vec4<f16>>; // [rows / 16, projections, room, 16, 16] from `fold_blocks`
+@group(0) @binding(5) var<storage, read> pool: array<vec4<u32>>;
+@group(0) @binding(6) var<storage, read> index: array<Factor>; // [slots, experts, projections] from index_base
+@group(0) @binding(7) var<storage, read> token_lora_mapping: array<i32>; // [T]
+{% endif %}
+@group(0) @binding({{ 8 if lora else 4 }}) var<storage, read_write> y: array<f32>; // [C, y_stride] in tiles, [rows, y_stride] when dense
+
+alias Left = coop_mat16x16<f16, A>;
+alias Right = coop_mat16x16<f16, B>;
+alias Sum = coop_mat16x16<f32, C>;
+
+{# Rows in workgroup memory are eight halves longer than the depth, so that lanes meet different banks. #}
+{% set row = (depth + 8) // 4 %}
+{% set subgroups = height // sub_rows * (columns // sub_columns) %}
+{% set lanes = subgroups * width %}
+{# Groups of eight in a step, and rows that all invocations together load at a time. #}
+{% set part = depth // 8 %}
+{% set at_once = lanes // part %}
+{% set w_loads = columns // at_once %}
+{% set steps = depth // 16 %}
+const ROW = {{ row }}u;
+// W, and then B of the adapters.
+var<workgroup> w_tile: array<vec4<f16>, {{ columns * row }}>;
+{% if lora %}
+// What B is multiplied by, and u divided by: so that neither leaves the range of f16.
+const LIFT = {{ 2 ** lift }}.0;
+// Bits of the slots that the rows of each subgroup's loads have.
+var<workgroup> slot_bits: array<vec4<u32>, {{ subgroups }}>;
+{% endif %}
+{% if rows == "dense" %}
+var<workgroup> y_tile: array<f32, {{ subgroups * 256 }}>;
+{% endif %}
+
+{% include "shared/rows.wgsl" %}
+{% include "shared/halves.wgsl" %}
+{% if lora %}
+{% include "shared/eight.wgsl" %}
+{% include "shared/factors.wgsl" %}
+{% include "shared/slots.wgsl" %}
+{% endif %}
+{% include "shared/matrix_weights.wgsl" %}
+
+@compute @workgroup_size({{ lanes }})
+fn main(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    @builtin(local_invocation_index) lane: u32,
+    {% if rows == "dense" %}
+    @builtin(subgroup_invocation_id) subgroup_lane: u32,
+    {% endif %}
+    @builtin(subgroup_id) subgroup: u32,
+) {
+    let item = folded(workgroup);
+    let first_row = item * {{ height }}u;
+    {% if rows == "tiles" %}
+    {% macro real(row) %}u32(ids[params.sorted_base + first_row + {{ row }}]) < params.rows{% endmacro %}
+    if (item >= u32(ids[65])) {
+        return;
+    }
+    let label = ids[params.expert_base + item];
+    if (label < i32(params.first) || label >= i32(params.first + params.count)) {
+        return;
+    }
+    let expert = u32(label) - params.first;
+    {% else %}
+    {% macro real(row) %}first_row + {{ row }} < params.rows{% endmacro %}
+    if (first_row >= params.rows) {
+        return;
+    }
+    let expert = 0u;
+    {% if lora %}
+    let label = 0;
+    {% endif %}
+    {% endif %}
+    let first_column = workgroup.x * {{ columns }}u;
+
+    // What this invocation brings into workgroup memory: {{ w_loads }} groups of W in each step.
+    let part = lane % {{ part }}u;
+    {% for i in range(w_loads) %}
+    let row{{ i }} = lane / {{ part }}u + {{ i * at_once }}u;
+    let w_at{{ i }} = (expert * params.out_rows + min(first_column + row{{ i }}, params.out_rows - 1u)) * params.groups;
+    var w{{ i }} = vec4<u32>();
+    {% endfor %}
+    {# Past the end of a row x is 0, and W is read again. #}
+    {% macro load_w(step) %}
+    {
+        {% if ragged %}
+        let place = min({{ step }} * {{ part }}u + part, params.groups - 1u);
+        {% else %}
+        let place = {{ step }} * {{ part }}u + part;
+        {% endif %}
+        {% for i in range(w_loads) %}
+        w{{ i }} = w[w_at{{ i }} + place];
+        {% endfor %}
+    }
+    {% endmacro %}
+    {{ load_w("0u") }}
+    {% if lora %}
+    {% set scans = (height + lanes - 1) // lanes %}
+    {% for i in range(scans) %}
+    let scan{{ i }} = lane + {{ i * lanes }}u;
+    let counts{{ i }} = scan{{ i }} < {{ height }}u;
+    {% if rows == "tiles" %}
+    let pair{{ i }} = u32(ids[params.sorted_base + first_row + min(scan{{ i }}, {{ height - 1 }}u)]);
+    {% else %}
+    let pair{{ i }} = first_row + scan{{ i }};
+    {% endif %}
+    {% endfor %}
+    {% set keeps_rows = false %}
+    {% include "shared/fold_scan.wgsl" %}
+    {% endif %}
+    // Here params.x_groups counts blocks.
+    let steps = params.x_groups / {{ steps }}u;
+
+    // Subgroups share out the rows of a tile, padding included, or its columns where it has few rows. Each way is a loop of its own: a
+    // branch around the products would keep loads from running ahead of them.
+    let few = !({{ real(sub_rows ~ "u") }});
+    {% for shared in ["columns", "rows"] %}
+    {% if shared == "columns" %}
+    {% set column_subgroups = subgroups %}
+    {% set sub_columns = columns // subgroups %}
+    if (few) {
+    {% else %}
+    {% set column_subgroups = columns // sub_columns %}
+    if (!few) {
+    {% endif %}
+        let row_begin = subgroup / {{ column_subgroups }}u * {{ sub_rows }}u;
+        let column_begin = subgroup % {{ column_subgroups }}u * {{ sub_columns }}u;
+        let x_at = (first_row + row_begin) / 16u * params.x_groups * 64u;
+        {% for i in range(sub_rows // 16) %}
+        {% for j in range(sub_columns // 16) %}
+        var sum{{ i }}_{{ j }} = Sum();
+        {% endfor %}
+        {% endfor %}
+        {% for q in range(x_ahead) %}
+        {% for i in range(sub_rows // 16) %}
+        var left{{ q }}_{{ i }} = coopLoadT<Left>(&x[x_at + ({{ i }}u * params.x_groups + {{ q }}u) * 64u], 4u);
+        {% endfor %}
+        {% endfor %}
+        for (var step = 0u; step < steps; step = step + 1u) {
+            workgroupBarrier();
+            {% for i in range(w_loads) %}
+            {
+                let at = row{{ i }} * ROW + part * 2u;
+                w_tile[at] = decode(w{{ i }}.xy);
+                w_tile[at + 1u] = decode(w{{ i }}.zw);
+            }
+            {% endfor %}
+            workgroupBarrier();
+            {{ load_w("min(step + 1u, steps - 1u)") }}
+            {% for q in range(steps) %}
+            {% set held = q % x_ahead %}
+            {
+                {% for j in range(sub_columns // 16) %}
+                let right{{ j }} = coopLoad<Right>(&w_tile[{{ q * 4 }}u + (column_begin + {{ j * 16 }}u) * ROW], ROW);
+                {% for i in range(sub_rows // 16) %}
+                sum{{ i }}_{{ j }} = coopMultiplyAdd(left{{ held }}_{{ i }}, right{{ j }}, sum{{ i }}_{{ j }});
+                {% endfor %}
+                {% endfor %}
+                let next = min(step * {{ steps }}u + {{ q + x_ahead }}u, params.x_groups - 1u);
+                {% for i in range(sub_rows // 16) %}
+                left{{ held }}_{{ i }} = coopLoadT<Left>(&x[x_at + ({{ i }}u * params.x_groups + next) * 64u], 4u);
+                {% endfor %}
+            }
+            {% endfor %}
+        }
+
+        {% if lora %}
+        {% set u_tile = "" %}
+        {% set b_tile = "w_tile" %}
+        {% set rests = false %}
+        {% include "shared/fold.wgsl" %}
+        {% endif %}
+
+        {% if rows == "tiles" %}
+        // Where no row is a pair's, nothing is written.
+        if ({{ real("row_begin") }}) {
+            let stride = params.y_stride;
+            {% for j in range(sub_columns // 16) %}
+            if (first_column + column_begin + {{ j * 16 }}u < params.out_rows) {
+                let at = (first_row + row_begin) * stride + params.out_begin + first_column + column_begin + {{ j * 16 }}u;
+                {% for i in range(sub_rows // 16) %}
+                {
+                    let block = sum{{ i }}_{{ j }};
+                    let place = &y[at + {{ i * 16 }}u * stride];
+                    coopStoreT(block, place, stride);
+                }
+                {% endfor %}
+            }
+            {% endfor %}
+        }
+        {% else %}
+        // Through workgroup memory, because only real rows are written, and each has its own scale. Lane l knows row l % 16.
+        let strip = subgroup * 256u;
+        {% for i in range(sub_rows // 16) %}
+        {
+            let row = first_row + row_begin + {{ i * 16 }}u + subgroup_lane % 16u;
+            let unscale = power_of_two(-i32(x[params.exponents + min(row, params.rows - 1u)].x)) * params.w_unscale;
+            {% for j in range(sub_columns // 16) %}
+            {
+                let block = sum{{ i }}_{{ j }};
+                let place = &y_tile[strip];
+                coopStoreT(block, place, 16u);
+                workgroupBarrier();
+                let column = first_column + column_begin + {{ j * 16 }}u + subgroup_lane % 16u;
+                {% for r in range(256 // width) %}
+                {
+                    let r = {{ r * (width // 16) }}u + subgroup_lane / 16u;
+                    let target_row = subgroupShuffle(row, r);
+                    let factor = subgroupShuffle(unscale, r);
+                    if (target_row < params.rows && column < params.out_rows) {
+                        let value = y_tile[strip + r * 16u + subgroup_lane % 16u] * factor;
+                        let at = target_row * params.y_stride + params.out_begin + column;
+                        if (params.accumulate != 0u) {
+                            y[at] = y[at] + value;
+                        } else {
+                            y[at] = value;
+                        }
+                    }
+                }
+                {% endfor %}
+                workgroupBarrier();
+            }
+            {% endfor %}
+        }
+        {% endfor %}
+        {% endif %}
+    }
+    {% endfor %}
+}
