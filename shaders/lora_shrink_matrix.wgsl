@@ -1,5 +1,5 @@
-// First half of an adapter on cooperative matrices: u[p] = s A x[row(p)]. A workgroup takes 16 pairs of one virtual expert, and 16
-// rows of A of each of {{ per }} projections. Its subgroups share the depth among them and add up their sums at the end. Both
+// First half of an adapter on cooperative matrices: u[p] = s A x[row(p)]. A workgroup takes {{ height }} pairs of one virtual expert, and 16
+// rows of A of each of {{ per }} projections. Its subgroups share the {{ "pairs" if tall else "depth" }} among them{{ "" if tall else " and add up their sums at the end" }}. Both
 // operands pass through workgroup memory as f16: rows of x come packed, each with its power of two; a factor's A has one, too.
 // The intermediate carries the scale, and the powers of two of x and of the base weights that y keeps.
 {% if folded %}
@@ -35,7 +35,7 @@ struct LoraShrinkMatrixParams {
 @group(0) @binding(1) var<storage, read> x: array<vec4<u32>>; // f16 [rows / row_div, K], exponents [rows / row_div]
 @group(0) @binding(2) var<storage, read> pool: array<vec4<u32>>;
 @group(0) @binding(3) var<storage, read> index: array<Factor>; // [V, projections] from index_base
-@group(0) @binding(4) var<storage, read> ids: array<i32>; // alignment over V buckets in tiles of 16
+@group(0) @binding(4) var<storage, read> ids: array<i32>; // alignment over V buckets in tiles of {{ height }}
 {% if folded %}
 @group(0) @binding(5) var<storage, read_write> u: array<u32>; // f16 [P, projections, max_rank]
 {% else %}
@@ -50,11 +50,13 @@ alias Sum = coop_mat16x16<f32, C>;
 {% set part = 8 %}
 {% set rows_at_once = width // part %}
 {% set loads = 16 // rows_at_once %}
+{% set a_loads = loads // subgroups if tall else loads %}
+{% set a_copies = 1 if tall else subgroups %}
 {# Rows in workgroup memory are eight halves longer, so that lanes meet different banks. #}
 {% set row = (part * 8 + 8) // 4 %}
 const ROW = {{ row }}u;
 var<workgroup> x_tile: array<vec4<f16>, {{ subgroups * 16 * row }}>;
-var<workgroup> a_tile: array<vec4<f16>, {{ subgroups * per * 16 * row }}>;
+var<workgroup> a_tile: array<vec4<f16>, {{ a_copies * per * 16 * row }}>;
 var<workgroup> u_tile: array<f32, {{ subgroups * 256 }}>;
 
 {% include "shared/rows.wgsl" %}
@@ -99,22 +101,43 @@ fn main(
     }
 
     let part = subgroup_lane % {{ part }}u;
-    let first_pair = u32(ids[params.sorted_base + item * 16u]);
+    let first_row = params.sorted_base + item * {{ height }}u;
+    {% if tall %}
+    let own_rows = first_row + subgroup * 16u;
+    {% else %}
+    let own_rows = first_row;
+    {% endif %}
+    let first_pair = u32(ids[first_row]);
     {% for i in range(loads) %}
     let row{{ i }} = subgroup_lane / {{ part }}u + {{ i * rows_at_once }}u;
-    let pair{{ i }} = u32(ids[params.sorted_base + item * 16u + row{{ i }}]);
+    let pair{{ i }} = u32(ids[own_rows + row{{ i }}]);
     // A row of padding reads the first pair's, which is in the cache: what becomes of it is never written.
     let x_at{{ i }} = select(first_pair, pair{{ i }}, pair{{ i }} < params.rows) / params.row_div * params.groups;
+    {% endfor %}
+    {% for i in range(a_loads) %}
+    {% if tall %}
+    let a_row{{ i }} = row{{ i }} + subgroup * {{ a_loads * rows_at_once }}u;
+    {% else %}
+    let a_row{{ i }} = row{{ i }};
+    {% endif %}
     {% for p in range(per) %}
-    let a_at{{ p }}_{{ i }} = min(r_begin + row{{ i }}, max(a_rows{{ p }}, 1u) - 1u) * params.groups;
+    let a_at{{ p }}_{{ i }} = min(r_begin + a_row{{ i }}, max(a_rows{{ p }}, 1u) - 1u) * params.groups;
     {% endfor %}
     {% endfor %}
     let x_begin = subgroup * {{ 16 * row }}u;
+    {% if tall %}
+    let a_begin = 0u;
+    let begin = 0u;
+    let busy = u32(ids[own_rows]) < params.rows;
+    {% else %}
     let a_begin = subgroup * {{ per * 16 * row }}u;
+    // Where in a round of all subgroups its part begins.
+    let begin = subgroup * {{ part }}u;
+    {% endif %}
     {% for p in range(per) %}
     let to_halves{{ p }} = a_scale(factor{{ p }});
     var sum{{ p }} = Sum();
-    {% for i in range(loads) %}
+    {% for i in range(a_loads) %}
     var a{{ p }}_{{ i }} = vec4<u32>();
     var b{{ p }}_{{ i }} = vec4<u32>();
     {% endfor %}
@@ -126,9 +149,11 @@ fn main(
     {% macro fetch(round, ps, wide) %}
     {
         // Past the end of a row the last part of it is loaded again, and x counts as 0 there.
-        let place = min({{ round }} + subgroup * {{ part }}u + part, params.groups - 1u);
+        let place = min({{ round }} + begin + part, params.groups - 1u);
         {% for i in range(loads) %}
         x{{ i }} = x[x_at{{ i }} + place];
+        {% endfor %}
+        {% for i in range(a_loads) %}
         {% for p in ps %}
         {% if wide %}
         a{{ p }}_{{ i }} = pool[factor{{ p }}.a + (a_at{{ p }}_{{ i }} + place) * 2u];
@@ -144,8 +169,8 @@ fn main(
        workgroup keep the loads in their places. #}
     {% macro walk(ps, wide) %}
     {{ fetch("0u", ps, wide) }}
-    for (var round = 0u; round < params.groups; round = round + {{ subgroups * part }}u) {
-        let inside = round + subgroup * {{ part }}u + part < params.groups;
+    for (var round = 0u; round < params.groups; round = round + {{ a_copies * part }}u) {
+        let inside = round + begin + part < params.groups;
         workgroupBarrier();
         {% for i in range(loads) %}
         {
@@ -153,8 +178,12 @@ fn main(
             let words = select(vec4<u32>(), x{{ i }}, inside);
             x_tile[x_to] = halves(words.xy);
             x_tile[x_to + 1u] = halves(words.zw);
+        }
+        {% endfor %}
+        {% for i in range(a_loads) %}
+        {
             {% for p in ps %}
-            let a_to{{ p }} = a_begin + ({{ 16 * p }}u + row{{ i }}) * ROW + part * 2u;
+            let a_to{{ p }} = a_begin + ({{ 16 * p }}u + a_row{{ i }}) * ROW + part * 2u;
             {% if wide %}
             a_tile[a_to{{ p }}] = vec4<f16>(bitcast<vec4<f32>>(a{{ p }}_{{ i }}) * to_halves{{ p }});
             a_tile[a_to{{ p }} + 1u] = vec4<f16>(bitcast<vec4<f32>>(b{{ p }}_{{ i }}) * to_halves{{ p }});
@@ -166,10 +195,10 @@ fn main(
         }
         {% endfor %}
         workgroupBarrier();
-        {{ fetch("round + " ~ subgroups * part ~ "u", ps, wide) }}
-        // A subgroup rests past the end of the rows. The branch also keeps compilers from unrolling the loop: of an unrolled one, each
+        {{ fetch("round + " ~ a_copies * part ~ "u", ps, wide) }}
+        // A subgroup rests {{ "where it has no pairs" if tall else "past the end of the rows" }}. The branch also keeps compilers from unrolling the loop: of an unrolled one, each
         // load was moved behind the barriers of the round that uses it, and waited for there.
-        if (round + subgroup * {{ part }}u < params.groups) {
+        if ({{ "busy" if tall else "round + begin < params.groups" }}) {
             {% for q in range(part // 2) %}
             {
                 let left = coopLoadT<Left>(&x_tile[x_begin + {{ q * 4 }}u], ROW);
@@ -186,7 +215,7 @@ fn main(
         // nobody reads.
         var unread = x0{% for i in range(1, loads) %} ^ x{{ i }}{% endfor %};
         {% for p in ps %}
-        {% for i in range(loads) %}
+        {% for i in range(a_loads) %}
         unread = unread ^ a{{ p }}_{{ i }}{% if wide %} ^ b{{ p }}_{{ i }}{% endif %};
         {% endfor %}
         {% endfor %}
@@ -216,17 +245,25 @@ fn main(
         coopStoreT(sum{{ p }}, own, 16u);
         workgroupBarrier();
         {% set per_lane = 2 if folded else 1 %}
+        {% if tall %}
+        for (var at = subgroup_lane * {{ per_lane }}u; at < 256u; at = at + {{ width * per_lane }}u) {
+        {% else %}
         for (var at = lane * {{ per_lane }}u; at < 256u; at = at + {{ subgroups * width * per_lane }}u) {
+        {% endif %}
             let r = r_begin + at % 16u;
-            let pair = u32(ids[params.sorted_base + item * 16u + at / 16u]);
+            let pair = u32(ids[own_rows + at / 16u]);
             if (pair < params.rows && r < padded_rank{{ p }}) {
                 let e_at = params.exponents + pair / params.row_div;
                 let shift = i32(unpack2x16float(x[e_at / 2u][e_at % 2u * 2u]).x);
                 {% for j in range(per_lane) %}
+                {% if tall %}
+                var value{{ j }} = u_tile[subgroup * 256u + at + {{ j }}u];
+                {% else %}
                 var value{{ j }} = 0.0;
                 for (var s = 0u; s < {{ subgroups }}u; s = s + 1u) {
                     value{{ j }} = value{{ j }} + u_tile[s * 256u + at + {{ j }}u];
                 }
+                {% endif %}
                 value{{ j }} = select(power_of_two(shift), value{{ j }} / to_halves{{ p }}, r + {{ j }}u < a_rows{{ p }}) * params.w_scale;
                 value{{ j }} = select(0.0, value{{ j }} * factor{{ p }}.scale, r + {{ j }}u < rank{{ p }});
                 {% endfor %}

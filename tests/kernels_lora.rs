@@ -513,11 +513,11 @@ fn adapters_on_matrices_equal_the_oracle() {
 }
 
 /// A product on cooperative matrices that adds adapters, in tiles of `tile` pairs or, with one expert and `None`, dense; its
-/// weights cut into pieces of `cut` rows; the shrink sorts pairs or takes each `apart`.
+/// weights cut into pieces of `cut` rows; the shrink sorts pairs into tiles of `shrink`, or takes each on its own.
 fn check_folded(
     gpu: &Gpu,
     (case, tile, cut): &(Case, Option<usize>, Option<usize>),
-    apart: bool,
+    shrink: Option<usize>,
 ) -> Result<(), String> {
     let Prepared { mut rng, ids, virtual_ids, mapping, factors, held, site, max_rank } = prepare(gpu, case);
     // A dense product knows no ids.
@@ -544,9 +544,16 @@ fn check_folded(
         let buckets = slots * experts;
         let (label, work_label) = ("virtual tiles", "work");
         let columns = lora_matrix::column_tiles(&site, max_rank);
-        let tiles =
-            Align { pairs, buckets, tile: lora_matrix::TILE, label, work_label, ids: &virtual_view, columns: &columns }
-                .record(rec, pass)?;
+        let tiles = Align {
+            pairs,
+            buckets,
+            tile: shrink.unwrap_or(lora_matrix::TILE),
+            label,
+            work_label,
+            ids: &virtual_view,
+            columns: &columns,
+        }
+        .record(rec, pass)?;
         let aligned = match *tile {
             None => None,
             Some(tile) => {
@@ -567,7 +574,7 @@ fn check_folded(
         let labels = ["packed", "packed blocks"];
         let packed = Packed::scratch_for(rec, labels, case.tokens, inner, direct.as_ref(), true)?;
         Pack { x: &x_view, packed: &packed }.record(rec, pass)?;
-        let u = if apart {
+        let u = if shrink.is_none() {
             let (ids, status) = (tile.map(|_| &ids_view), &status);
             let (x, rows, token_lora_mapping, site, factors) = (&packed.view, pairs, &mapping_view, &site, &factors);
             let top_k = case.top_k;
@@ -679,7 +686,8 @@ fn products_on_matrices_add_adapters_as_the_oracle_does() {
         cases.push((Case { out_dims, experts: 1, top_k: 1, tokens: 2000, ..of(slots) }, None, None));
     }
     for gpu in device::every_tier().into_iter().filter(|gpu| gpu.capabilities().matrix) {
-        each_case(&cases, |case| check_folded(&gpu, case, false));
-        each_case(&cases, |case| check_folded(&gpu, case, true));
+        for shrink in [Some(lora_matrix::TILE), Some(lora_matrix::HIGH_TILE), None] {
+            each_case(&cases, |case| check_folded(&gpu, case, shrink));
+        }
     }
 }

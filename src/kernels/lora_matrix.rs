@@ -20,8 +20,16 @@ pub static LORA_EXPAND_TILES: Kernel = Kernel { stem: "lora_expand_tiles", reads
 /// Pairs of a tile.
 pub const TILE: usize = EDGE as usize;
 
-/// Subgroups of a workgroup, which share the depth.
+/// Subgroups of a workgroup, which share the depth, or the pairs of a high tile.
 const SUBGROUPS: u32 = 4;
+
+/// Pairs of a high tile, for a shrink that no expand follows: its workgroup reads A once for four times the pairs.
+pub const HIGH_TILE: usize = TILE * SUBGROUPS as usize;
+
+/// Pairs of the tiles of a shrink: `pairs` of `buckets` virtual experts, and whether products add them (`folded`).
+pub fn shrink_tile(pairs: usize, buckets: usize, folded: bool) -> usize {
+    if folded && 2 * pairs >= 3 * TILE * buckets { HIGH_TILE } else { TILE }
+}
 
 params! {
     /// Sizes of one shrink.
@@ -61,7 +69,7 @@ pub struct LoraShrinkMatrix<'a> {
     pub rows: usize,
     /// Pairs that share a row of x.
     pub row_div: usize,
-    /// Tiles of [`TILE`] pairs by virtual id.
+    /// Tiles of [`TILE`] pairs by virtual id; folded also of [`HIGH_TILE`].
     pub aligned: &'a Aligned,
     /// V of the site.
     pub buckets: usize,
@@ -88,9 +96,11 @@ fn at_once(projections: u32) -> u32 {
     if projections <= MOST_AT_ONCE { projections } else { 1 }
 }
 
-/// The variables on one device, for workgroups that take `per` projections.
-pub fn vars(caps: &Capabilities, folded: bool, per: u32) -> Vars {
+/// The variables on one device, for tiles of `tile` pairs and workgroups that take `per` projections.
+pub fn vars(caps: &Capabilities, folded: bool, tile: usize, per: u32) -> Vars {
     vec![
+        ("height", (tile as u32).into()),
+        ("tall", (tile > TILE).into()),
         ("per", per.into()),
         ("subgroups", SUBGROUPS.into()),
         ("width", caps.row_lanes.into()),
@@ -127,13 +137,14 @@ impl LoraShrinkMatrix<'_> {
     /// # Errors
     /// When the device refuses the shader or has no room for u; for tiles of another height.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<View> {
-        if self.aligned.tile != TILE {
-            let message = format!("adapters on matrices: expected tiles of {TILE} pairs, got {}", self.aligned.tile);
+        let tile = self.aligned.tile;
+        if tile != TILE && !(self.folded && tile == HIGH_TILE) {
+            let message = format!("adapters on matrices: expected tiles of {TILE} pairs, got {tile}");
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
         let values = self.rows * self.site.out_dims.len() * self.max_rank;
         let u = rec.scratch("lora u", (values * if self.folded { 2 } else { 4 }) as u64)?;
-        let vars = vars(rec.gpu().capabilities(), self.folded, at_once(self.site.out_dims.len() as u32));
+        let vars = vars(rec.gpu().capabilities(), self.folded, tile, at_once(self.site.out_dims.len() as u32));
         let pipeline = pipeline(rec.gpu(), &LORA_SHRINK_MATRIX, vars)?;
         let params = LoraShrinkMatrixParams {
             rows: self.rows as u32,
@@ -196,7 +207,7 @@ params! {
 pub struct LoraExpandTiles<'a> {
     /// P.
     pub rows: usize,
-    /// Tiles of [`TILE`] pairs by virtual id.
+    /// Tiles of [`TILE`] pairs by virtual id; folded also of [`HIGH_TILE`].
     pub aligned: &'a Aligned,
     /// V of the site.
     pub buckets: usize,

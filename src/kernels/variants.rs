@@ -218,7 +218,9 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
     }
     for folded in [false, true] {
         for per in 1..=lora_matrix::MOST_AT_ONCE {
-            all.push((&lora_matrix::LORA_SHRINK_MATRIX, lora_matrix::vars(caps, folded, per)));
+            for tile in [lora_matrix::TILE, lora_matrix::HIGH_TILE].into_iter().take(1 + usize::from(folded)) {
+                all.push((&lora_matrix::LORA_SHRINK_MATRIX, lora_matrix::vars(caps, folded, tile, per)));
+            }
         }
     }
     all.push((&lora_matrix::LORA_EXPAND_TILES, lora_matrix::expand_vars()));

@@ -81,7 +81,8 @@ impl LoraBatch {
         if caps.matrix && self.folds && !rows::tokens_apart(&caps, tokens) {
             // Only the shrink reads it: products add the rest.
             let columns: Vec<u32> = sites.iter().map(|s| lora_matrix::column_tiles(s, self.max_rank)[0]).collect();
-            self.matrix_aligned = Some(align(lora_matrix::TILE, "adapter matrix tiles", &columns, rec, pass)?);
+            let tile = lora_matrix::shrink_tile(tokens, self.adapters(), true);
+            self.matrix_aligned = Some(align(tile, "adapter matrix tiles", &columns, rec, pass)?);
         }
         if let Some(tile) = rows::adapter_tile(&caps, tokens, self.adapters()) {
             let columns = sites.iter().flat_map(|s| lora::column_tiles(&caps, s, self.max_rank, tile));
@@ -100,7 +101,6 @@ impl LoraBatch {
             && matrix::folds(self.adapters().min(most), self.max_rank, weights.in_dim)
     }
 
-    /// Records the adapters of a site that works on whole tokens, after its product.
     /// Whether a buffer has room for the blocks of u that a product of `rows` rows with a direct `cut` loads.
     pub(super) fn has_room(&self, caps: &Capabilities, cut: Option<MatrixTile>, rows: usize) -> bool {
         let room = |cut| fold_blocks::room(&cut, self.adapters(), self.max_rank);
@@ -108,6 +108,7 @@ impl LoraBatch {
         cut.is_none_or(|cut| blocks(cut) <= caps.max_binding_bytes)
     }
 
+    /// Records the adapters of a site that works on whole tokens, after its product.
     ///
     /// # Errors
     /// Those of the LoRA stages.

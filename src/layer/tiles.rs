@@ -80,7 +80,9 @@ impl MoeLayer {
             |site: &LoraSite, w: &Weights| t.adapts(site) && !(self.apart(&caps, t) && self.folds(&caps, t, w, tile));
         let tiles = match t.lora {
             Some((batch, sites, _)) if sorted(&sites.gate_up, &self.gate_up) || sorted(&sites.down, &self.down) => {
-                Some(self.adapter_tiles(rec, pass, t, ids, batch, sites)?)
+                let added = |site: &LoraSite, w: &Weights| !t.adapts(site) || self.folds(&caps, t, w, tile);
+                let folded = added(&sites.gate_up, &self.gate_up) && added(&sites.down, &self.down);
+                Some(self.adapter_tiles(rec, pass, t, ids, (batch, sites, folded))?)
             }
             // Nothing is shrunk, which would leave the status.
             Some((batch, ..)) if !t.adapts_experts() => {
@@ -161,25 +163,25 @@ impl MoeLayer {
         t.lora.is_some_and(|(batch, ..)| batch.folded(weights, most, pairs) && batch.has_room(caps, cut, rows))
     }
 
-    /// Tiles of pairs that share expert and adapter.
+    /// Tiles of pairs that share expert and adapter, for shrinks, and for expands unless all products add the adapters (`folded`).
     fn adapter_tiles(
         &self,
         rec: &mut Recording,
         pass: &mut wgpu::ComputePass<'_>,
         t: &MoeTensors<'_>,
         ids: &View,
-        batch: &LoraBatch,
-        sites: &LayerSites,
+        (batch, sites, folded): (&LoraBatch, &LayerSites, bool),
     ) -> Result<Aligned> {
         let virtual_topk_ids = self.remap(rec, pass, t, ids, batch)?;
         let columns: Vec<u32> = [&sites.gate_up, &sites.down]
             .into_iter()
             .flat_map(|s| lora_matrix::column_tiles(s, batch.max_rank))
             .collect();
+        let pairs = t.tokens * self.shape.top_k;
         let align = Align {
-            pairs: t.tokens * self.shape.top_k,
+            pairs,
             buckets: batch.slots * self.experts,
-            tile: lora_matrix::TILE,
+            tile: lora_matrix::shrink_tile(pairs, batch.adapters() * self.experts, folded),
             label: "virtual tiles",
             work_label: "align work",
             ids: &virtual_topk_ids,
