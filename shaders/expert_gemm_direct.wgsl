@@ -214,7 +214,7 @@ fn main(
         {% for i in range(sub_rows // 16) %}
         {
             let row = first_row + row_begin + {{ i * 16 }}u + subgroup_lane % 16u;
-            let unscale = power_of_two(-i32(x[params.exponents + min(row, params.rows - 1u)].x)) * params.w_unscale;
+            let unscale = power_of_two(-i32(x[params.exponents + min(row, params.rows - 1u)].x));
             {% for j in range(sub_columns // 16) %}
             {
                 let block = sum{{ i }}_{{ j }};
@@ -228,7 +228,7 @@ fn main(
                     let target_row = subgroupShuffle(row, r);
                     let factor = subgroupShuffle(unscale, r);
                     if (target_row < params.rows && column < params.out_rows) {
-                        let value = y_tile[strip + r * 16u + subgroup_lane % 16u] * factor;
+                        let value = y_tile[strip + r * 16u + subgroup_lane % 16u] * factor * params.w_unscale;
                         let at = target_row * params.y_stride + params.out_begin + column;
                         if (params.accumulate != 0u) {
                             y[at] = y[at] + value;

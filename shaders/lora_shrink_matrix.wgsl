@@ -3,7 +3,7 @@
 // operands pass through workgroup memory as f16: rows of x come packed, each with its power of two; a factor's A has one, too.
 // The intermediate carries the scale, and the powers of two of x and of the base weights that y keeps.
 {% if folded %}
-// It is f16, times 2^-{{ lift }}: `expert_gemm_matrix` adds B u.
+// It is f16, times 2^-{{ lift }}: the product adds B u.
 {% else %}
 // It is f32: `lora_expand_tiles` adds B u.
 {% endif %}
@@ -165,8 +165,8 @@ fn main(
         {% endfor %}
     }
     {% endmacro %}
-    {# The sums of projections `ps`. A subgroup has its own part of workgroup memory, so its own barriers would do; those of the whole
-       workgroup keep the loads in their places. #}
+    {# The sums of projections `ps`. Subgroups that share the depth have their own parts of workgroup memory, so their own barriers would
+       do; those of the whole workgroup keep the loads in their places. Those that share the pairs fill one tile of A together. #}
     {% macro walk(ps, wide) %}
     {{ fetch("0u", ps, wide) }}
     for (var round = 0u; round < params.groups; round = round + {{ a_copies * part }}u) {

@@ -15,7 +15,9 @@ use wgmoe::kernels::align::Align;
 use wgmoe::kernels::expert_gemm::{ExpertGemm, Rows};
 use wgmoe::kernels::expert_gemm_matrix::ExpertGemmMatrix;
 use wgmoe::kernels::pack::{Pack, Packed};
+use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::matrix::TILES;
+use wgmoe::plan::tuning::Tuning;
 use wgmoe::reference;
 use wgmoe::shape::align_capacity;
 
@@ -328,6 +330,11 @@ fn an_exact_product_is_one_of_f32_on_every_tier() {
         // Small sums of large products lose f32's own digits, so the row is short.
         cases.extend([[1e6, 1.0], [1.0, 1e6], [1e-12, 1e-9]].map(|size| Case { size, inner: 24, ..many }));
         each_case(&cases, |case| check(&gpu, case));
+        // And in the highest tile.
+        let own = gpu.capabilities();
+        let tuning = Tuning { matrix_workgroups: 1, exact_matrix_rows: 130, ..own.tuning };
+        let gpu = gpu.with_capabilities(Capabilities { tuning, ..own.clone() });
+        each_case(&[Case { pairs: 130, out: 140, ..case }], |case| check(&gpu, case));
     }
 }
 

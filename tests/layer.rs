@@ -213,6 +213,13 @@ fn a_wide_layer_with_adapters_inside_its_products_equals_the_oracle() {
                     // Pairs are sorted for both products where one of them needs it.
                     let one_by_one = *apart && *folded == [true, true];
                     let shrink = if one_by_one { "pair_shrink_packed" } else { "lora_shrink_matrix" };
+                    let has = |word: &str| labels.iter().any(|label| label.contains(word));
+                    let many = *tokens == MANY;
+                    if has("expert_gemm_direct[") != many
+                        || has(" tall ") != (many && !one_by_one && *folded == [true, true])
+                    {
+                        return Err(format!("{tokens} tokens, {folded:?}: {labels:?}"));
+                    }
                     if folds(&labels) != folded || shrinks(&labels) != [shrink; 2] {
                         return Err(format!("not {folded:?} with {shrink}: {labels:?}"));
                     }

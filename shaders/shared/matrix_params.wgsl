@@ -4,7 +4,8 @@ struct ExpertGemmMatrixParams {
     rows: u32,
     // Pairs that share a row of x: A for gate and up, 1 for down.
     row_div: u32,
-    // Groups of eight in a row of W, and in a row of x: as many, or twice as many with the rest of each value behind all.
+    // Groups of eight in a row of W, and in a row of x: as many, or twice as many with the rest of each value behind all; or the
+    // blocks in a row of x, where they go straight into matrices.
     groups: u32,
     x_groups: u32,
     // Rows of W (columns of y) of this piece, and where they stand in y.

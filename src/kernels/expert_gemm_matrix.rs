@@ -86,7 +86,7 @@ pub struct ExpertGemmMatrix<'a> {
     pub row_div: usize,
     /// Which rows meet which matrix: dense, or tiles of a height that [`matrix::TILES`] has.
     pub select: Rows<'a>,
-    /// `[rows / row_div, in]`; twice only when dense.
+    /// `[rows / row_div, in]`; twice only when dense. Its blocks, if it has any, lie in the order of [`select`](Self::select).
     pub x: &'a Packed,
     /// The matrices, with an exponent.
     pub weights: &'a Weights,
@@ -190,6 +190,12 @@ impl ExpertGemmMatrix<'_> {
         let (Some(tile), Some(exponent)) = (tile, w.exponent.get()) else {
             return Err(Error::new(ErrorKind::Unsupported, "matrix product: no tile or no exponent for these weights"));
         };
+        if !tile.direct && !self.x.by_row {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "matrix product: this tile reads rows, and x is packed as blocks alone",
+            ));
+        }
         let caps = rec.gpu().capabilities().clone();
         let ragged = !self.x.width.is_multiple_of((tile.ahead * tile.depth) as usize);
         let spans = self.adapters.map(|a| a.site.spans(tile.columns));

@@ -1,4 +1,4 @@
-//! Adapters of the matrix tier, in tiles of 16 pairs: packed rows to the rank on cooperative matrices, and from there to
+//! Adapters of the matrix tier, in tiles of pairs: packed rows to the rank on cooperative matrices, and from there to
 //! products that lie in the order of the tiles of their experts.
 
 use crate::error::{Error, ErrorKind, Result};
@@ -109,6 +109,10 @@ pub fn vars(caps: &Capabilities, folded: bool, tile: usize, per: u32) -> Vars {
     ]
 }
 
+fn other_tiles(tile: usize) -> Error {
+    Error::new(ErrorKind::Unsupported, format!("adapters on matrices: expected tiles of {TILE} pairs, got {tile}"))
+}
+
 fn shrink_columns(site: &LoraSite, max_rank: usize) -> u32 {
     let projections = site.out_dims.len() as u32;
     projections / at_once(projections) * max_rank.next_multiple_of(8).div_ceil(TILE) as u32
@@ -139,8 +143,10 @@ impl LoraShrinkMatrix<'_> {
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<View> {
         let tile = self.aligned.tile;
         if tile != TILE && !(self.folded && tile == HIGH_TILE) {
-            let message = format!("adapters on matrices: expected tiles of {TILE} pairs, got {tile}");
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            return Err(other_tiles(tile));
+        }
+        if !self.x.by_row {
+            return Err(Error::new(ErrorKind::Unsupported, "adapters on matrices: x is packed as blocks alone"));
         }
         let values = self.rows * self.site.out_dims.len() * self.max_rank;
         let u = rec.scratch("lora u", (values * if self.folded { 2 } else { 4 }) as u64)?;
@@ -207,7 +213,7 @@ params! {
 pub struct LoraExpandTiles<'a> {
     /// P.
     pub rows: usize,
-    /// Tiles of [`TILE`] pairs by virtual id; folded also of [`HIGH_TILE`].
+    /// Tiles of [`TILE`] pairs by virtual id.
     pub aligned: &'a Aligned,
     /// V of the site.
     pub buckets: usize,
@@ -231,8 +237,11 @@ impl LoraExpandTiles<'_> {
     /// Records the stage.
     ///
     /// # Errors
-    /// When the device refuses the shader.
+    /// When the device refuses the shader; for tiles of another height.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
+        if self.aligned.tile != TILE {
+            return Err(other_tiles(self.aligned.tile));
+        }
         let pipeline = pipeline(rec.gpu(), &LORA_EXPAND_TILES, expand_vars())?;
         let Spans { tile_begin, out_begin, out_rows, step, tiles } = self.site.spans(EXPAND_COLUMNS);
         let params = LoraExpandTilesParams {
@@ -264,6 +273,12 @@ impl LoraExpandTiles<'_> {
 mod tests {
     use super::*;
     use crate::plan::matrix::WORKGROUP_BYTES;
+
+    #[test]
+    fn high_tiles_are_for_many_pairs_that_no_expand_takes_on() {
+        assert_eq!([23, 24].map(|pairs| shrink_tile(8 * pairs, 8, true)), [TILE, HIGH_TILE]);
+        assert_eq!(shrink_tile(8 * 1000, 8, false), TILE);
+    }
 
     #[test]
     fn as_many_projections_are_taken_at_once_as_workgroup_memory_holds() {

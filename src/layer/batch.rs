@@ -103,9 +103,11 @@ impl LoraBatch {
 
     /// Whether a buffer has room for the blocks of u that a product of `rows` rows with a direct `cut` loads.
     pub(super) fn has_room(&self, caps: &Capabilities, cut: Option<MatrixTile>, rows: usize) -> bool {
-        let room = |cut| fold_blocks::room(&cut, self.adapters(), self.max_rank);
-        let blocks = |cut| fold_blocks::bytes(rows, lora::MOST_PROJECTIONS, room(cut));
-        cut.is_none_or(|cut| blocks(cut) <= caps.max_binding_bytes)
+        cut.is_none_or(|cut| {
+            let (rows, room) =
+                (rows.next_multiple_of(cut.height as usize), fold_blocks::room(&cut, self.adapters(), self.max_rank));
+            fold_blocks::bytes(rows, lora::MOST_PROJECTIONS, room) <= caps.max_binding_bytes
+        })
     }
 
     /// Records the adapters of a site that works on whole tokens, after its product.

@@ -52,7 +52,7 @@ impl MoeLayer {
             return None;
         }
         // Rows of products, and of x as blocks.
-        let row_bytes = |w: &Weights| (stride(w) * 4).max(w.in_dim.next_multiple_of(64) * 2) as u64;
+        let row_bytes = |w: &Weights| (stride(w) * 4).max(w.in_dim.next_multiple_of(64) * 2 + 8) as u64;
         let row_bytes = row_bytes(&self.gate_up).max(row_bytes(&self.down));
         let fits = |tile: usize| align_capacity(pairs, self.experts, tile) as u64 * row_bytes <= caps.max_binding_bytes;
         let mut tile = matrix::tile(caps, pairs, self.experts)?;

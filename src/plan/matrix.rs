@@ -52,7 +52,8 @@ pub struct MatrixTile {
     pub depth: u32,
     /// Steps that weights are loaded ahead.
     pub ahead: u32,
-    /// Steps that x is loaded ahead: as many, or one, since it is nearer; registers are short in high tiles.
+    /// Steps that x is loaded ahead: as many, or one, since it is nearer; registers are short in high tiles. Of a direct cut
+    /// blocks of 16 values.
     pub x_ahead: u32,
     /// Rows of a subgroup.
     pub sub_rows: u32,
@@ -172,14 +173,14 @@ pub fn lower(height: usize) -> Option<usize> {
 }
 
 /// The cut of a dense product of `rows` rows with `columns` columns, or `None` for few rows: the highest tile that still
-/// makes enough workgroups. None is direct of values that come `twice`.
-pub fn dense(caps: &Capabilities, rows: usize, columns: usize, twice: bool) -> Option<MatrixTile> {
+/// makes enough workgroups. With `staged` it is not the direct one, which needs x as blocks and each value once.
+pub fn dense(caps: &Capabilities, rows: usize, columns: usize, staged: bool) -> Option<MatrixTile> {
     if rows <= 8 {
         return None;
     }
     let workgroups = |t: &MatrixTile| rows.div_ceil(t.height as usize) * columns.div_ceil(t.columns as usize);
     let enough = |t: &&MatrixTile| {
-        !(twice && t.direct) && t.height as usize <= rows && workgroups(t) >= caps.tuning.matrix_workgroups
+        !(staged && t.direct) && t.height as usize <= rows && workgroups(t) >= caps.tuning.matrix_workgroups
     };
     Some(*DENSE_TILES.iter().rev().find(enough).unwrap_or(&DENSE_TILES[0]))
 }
@@ -346,7 +347,9 @@ mod tests {
             for lanes in WIDTHS.map(|width| width * t.subgroups()) {
                 assert!(lanes <= 256, "{t:?}");
                 assert_eq!(lanes % (t.depth / 8), 0, "{t:?}: one part of a row a lane");
-                assert_eq!(t.ahead % t.x_ahead, 0, "{t:?}: registers go round");
+                let round = if t.direct { t.depth / EDGE } else { t.ahead };
+                assert_eq!(round % t.x_ahead, 0, "{t:?}: registers go round");
+                assert!(!t.direct || t.columns % (lanes / (t.depth / 8)) == 0, "{t:?}: a column of W for every lane");
             }
             assert!(t.height % t.sub_rows == 0 && t.columns % t.sub_columns == 0, "{t:?}");
             assert!(t.sub_rows % EDGE == 0 && t.sub_columns % EDGE == 0 && t.depth % EDGE == 0, "{t:?}");

@@ -24,8 +24,8 @@ use crate::common::{Rng, UNWRITTEN_I32};
 use crate::gpu_run::{Output, run_in, upload, weights};
 
 pub const SHAPE: MoeShape = MoeShape { experts: 8, top_k: 3, hidden: 24, expert_width: 16 };
-/// Every scratch buffer of a layer, and bytes that are enough for each.
-const SCRATCH: [&str; 16] = [
+/// Every scratch buffer of a layer, and words that are enough for each.
+const SCRATCH: [&str; 22] = [
     "router logits",
     "topk_ids",
     "topk_weights",
@@ -39,11 +39,17 @@ const SCRATCH: [&str; 16] = [
     "packed x",
     "packed h",
     "lora u",
+    "packed",
+    "packed twice",
+    "packed blocks",
+    "x in blocks",
+    "h in blocks",
+    "u in blocks",
     "expert tiles",
     "virtual tiles",
     "adapter tiles",
 ];
-const SCRATCH_WORDS: usize = 1 << 15;
+const SCRATCH_WORDS: usize = 3 << 16;
 
 /// Site, global expert, scale, A, B and bias of one factor.
 type Decoded = (Site, usize, f32, Vec<f32>, Vec<f32>, Option<Vec<f32>>);
