@@ -242,9 +242,10 @@ impl OnDevice {
 /// A recording whose scratch holds 0x7fffffff everywhere: no id, and NaN as a float.
 pub fn poisoned(gpu: &Gpu) -> Recording {
     let mut rec = Recording::new(gpu);
+    let words = SCRATCH_WORDS.min(gpu.capabilities().max_binding_bytes as usize / 4);
     for label in SCRATCH.into_iter().chain(["align work"]) {
-        let scratch = rec.scratch(label, SCRATCH_WORDS as u64 * 4).unwrap();
-        gpu.queue().write_buffer(&scratch.buffer, 0, bytemuck::cast_slice(&vec![UNWRITTEN_I32; SCRATCH_WORDS]));
+        let scratch = rec.scratch(label, words as u64 * 4).unwrap();
+        gpu.queue().write_buffer(&scratch.buffer, 0, bytemuck::cast_slice(&vec![UNWRITTEN_I32; words]));
     }
     rec
 }
