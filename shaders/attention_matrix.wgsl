@@ -29,9 +29,7 @@ struct AttentionMatrixParams {
 @group(0) @binding(3) var<storage, read> items: array<vec4<i32>>; // from base on: first row, rows, position, first pack
 @group(0) @binding(4) var<storage, read_write> out: array<vec4<f32>>; // [T, heads, head_dim]
 
-alias Left = coop_mat16x16<f16, A>;
-alias Right = coop_mat16x16<f16, B>;
-alias Sum = coop_mat16x16<f32, C>;
+{% include "shared/matrices.wgsl" %}
 
 {# Rows in workgroup memory are eight elements longer than their content, so that lanes meet different banks. #}
 {% set quads = head_dim // 4 %}

@@ -25,9 +25,7 @@ diagnostic(off, derivative_uniformity);
 {% endif %}
 @group(0) @binding({{ 8 if lora else 4 }}) var<storage, read_write> y: array<f32>; // [C, y_stride] in tiles, [rows, y_stride] when dense
 
-alias Left = coop_mat16x16<f16, A>;
-alias Right = coop_mat16x16<f16, B>;
-alias Sum = coop_mat16x16<f32, C>;
+{% include "shared/matrices.wgsl" %}
 
 {# Rows in workgroup memory are eight halves longer than the depth, so that lanes meet different banks. #}
 {% set row = (depth + 8) // 4 %}
@@ -69,29 +67,13 @@ fn main(
     {% endif %}
     @builtin(subgroup_id) subgroup: u32,
 ) {
-    let item = folded(workgroup);
-    let first_row = item * {{ height }}u;
+    {% include "shared/matrix_item.wgsl" %}
+    {# Whether row `row` of the tile is one, or padding. #}
     {% if rows == "tiles" %}
     {% macro real(row) %}u32(ids[params.sorted_base + first_row + {{ row }}]) < params.rows{% endmacro %}
-    if (item >= u32(ids[65])) {
-        return;
-    }
-    let label = ids[params.expert_base + item];
-    if (label < i32(params.first) || label >= i32(params.first + params.count)) {
-        return;
-    }
-    let expert = u32(label) - params.first;
     {% else %}
     {% macro real(row) %}first_row + {{ row }} < params.rows{% endmacro %}
-    if (first_row >= params.rows) {
-        return;
-    }
-    let expert = 0u;
-    {% if lora %}
-    let label = 0;
     {% endif %}
-    {% endif %}
-    let first_column = workgroup.x * {{ columns }}u;
 
     // What this invocation brings into workgroup memory: {{ w_loads }} groups of W in each step.
     let part = lane % {{ part }}u;
@@ -194,19 +176,7 @@ fn main(
         {% if rows == "tiles" %}
         // Where no row is a pair's, nothing is written.
         if ({{ real("row_begin") }}) {
-            let stride = params.y_stride;
-            {% for j in range(sub_columns // 16) %}
-            if (first_column + column_begin + {{ j * 16 }}u < params.out_rows) {
-                let at = (first_row + row_begin) * stride + params.out_begin + first_column + column_begin + {{ j * 16 }}u;
-                {% for i in range(sub_rows // 16) %}
-                {
-                    let block = sum{{ i }}_{{ j }};
-                    let place = &y[at + {{ i * 16 }}u * stride];
-                    coopStoreT(block, place, stride);
-                }
-                {% endfor %}
-            }
-            {% endfor %}
+            {% include "shared/store_tiles.wgsl" %}
         }
         {% else %}
         // Through workgroup memory, because only real rows are written, and each has its own scale. Lane l knows row l % 16.

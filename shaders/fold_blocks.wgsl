@@ -66,18 +66,13 @@ fn main(
     {% set keeps_rows = true %}
     {% include "shared/fold_scan.wgsl" %}
     workgroupBarrier();
-    var slots = slot_bits[0];
-    {% for s in range(1, subgroups) %}
-    slots = slots | slot_bits[{{ s }}];
-    {% endfor %}
-    let counts = countOneBits(slots);
-    let used = counts.x + counts.y + counts.z + counts.w;
-    if (lane < used) {
+    {% include "shared/tile_slots.wgsl" %}
+    if (lane < used_slots) {
         tile_slots[lane] = nth_slot(slots, lane);
     }
     workgroupBarrier();
     let slot_chunks = params.max_rank / 16u;
-    let chunks = used * slot_chunks;
+    let chunks = used_slots * slot_chunks;
     for (var word = lane; word < chunks * params.projections * {{ height * 2 }}u; word = word + {{ height }}u) {
         let at = word % 32u;
         let chunk = word / 32u % chunks;

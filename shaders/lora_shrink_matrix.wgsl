@@ -42,9 +42,7 @@ struct LoraShrinkMatrixParams {
 @group(0) @binding(5) var<storage, read_write> u: array<f32>; // [P, projections, max_rank]
 {% endif %}
 
-alias Left = coop_mat16x16<f16, A>;
-alias Right = coop_mat16x16<f16, B>;
-alias Sum = coop_mat16x16<f32, C>;
+{% include "shared/matrices.wgsl" %}
 
 {# Groups of eight that a subgroup takes in one round, and rows that it loads at a time. #}
 {% set part = 8 %}

@@ -17,9 +17,7 @@ struct RateParams {
 @group(0) @binding(1) var<storage, read_write> out: array<f32>; // what keeps the compiler from leaving the work out
 
 {% if matrix %}
-alias Left = coop_mat16x16<f16, A>;
-alias Right = coop_mat16x16<f16, B>;
-alias Sum = coop_mat16x16<f32, C>;
+{% include "shared/matrices.wgsl" %}
 var<workgroup> operand: array<f16, 512>;
 var<workgroup> result: array<f32, {{ subgroups * 256 }}>;
 

@@ -5,11 +5,7 @@
 {# Groups of eight in a step, and rows that all invocations together load at a time. #}
 {% set u_loads = (height + at_once - 1) // at_once %}
 {% set b_loads = (columns + at_once - 1) // at_once %}
-var slots = slot_bits[0];
-{% for s in range(1, subgroups) %}
-slots = slots | slot_bits[{{ s }}];
-{% endfor %}
-let counts = countOneBits(slots);
+{% include "shared/tile_slots.wgsl" %}
 let y_begin = params.out_begin + first_column;
 // The projection whose columns this tile has{% if across %}, or the first of several{% endif %}, and chunks of 16 ranks.
 var first_projection = 0u;
@@ -35,7 +31,7 @@ if (params.step > 1u) {
 }
 {% endif %}
 let slot_chunks = {% if across %}projections * {% endif %}(params.max_rank / 16u);
-let chunks = (counts.x + counts.y + counts.z + counts.w) * slot_chunks;
+let chunks = used_slots * slot_chunks;
 // A lane has one group of eight ranks: in {{ u_loads }} rows of u, and in {{ b_loads }} columns of B.
 let fold_part = lane % {{ part }}u;
 {% for i in range([u_loads, b_loads] | max) %}

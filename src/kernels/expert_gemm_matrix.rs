@@ -211,16 +211,14 @@ impl ExpertGemmMatrix<'_> {
             lora: self.adapters.is_some(),
             across: spans.as_ref().is_some_and(|s| s.step > 1 || !s.out_begin.iter().all(within)),
         };
-        let (kernel, vars) = match (tile.direct, flags.lora) {
-            (true, false) => {
-                (&EXPERT_GEMM_DIRECT, expert_gemm_direct::vars(&caps, w.dtype, self.select.name(), tile, flags))
-            }
-            (true, true) => {
-                (&EXPERT_GEMM_DIRECT_FOLDED, expert_gemm_direct::vars(&caps, w.dtype, self.select.name(), tile, flags))
-            }
-            (false, false) => (&EXPERT_GEMM_MATRIX, vars(&caps, w.dtype, self.select.name(), tile, flags)),
-            (false, true) => (&EXPERT_GEMM_FOLDED, vars(&caps, w.dtype, self.select.name(), tile, flags)),
+        let rows = self.select.name();
+        let ([plain, folding], vars) = if tile.direct {
+            let kernels = [&EXPERT_GEMM_DIRECT, &EXPERT_GEMM_DIRECT_FOLDED];
+            (kernels, expert_gemm_direct::vars(&caps, w.dtype, rows, tile, flags))
+        } else {
+            ([&EXPERT_GEMM_MATRIX, &EXPERT_GEMM_FOLDED], vars(&caps, w.dtype, rows, tile, flags))
         };
+        let kernel = if flags.lora { folding } else { plain };
         let pipeline = pipeline(rec.gpu(), kernel, vars)?;
         let blocks = match (self.select, &self.x.blocks) {
             _ if !tile.direct => None,

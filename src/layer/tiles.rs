@@ -106,9 +106,8 @@ impl MoeLayer {
         let gate_up =
             self.product(rec, pass, t, &Product { aligned, weights, x: &x, row_div, site, ids, tiles, label })?;
 
-        let direct = MatrixTile::of(tile).filter(|cut| cut.direct);
         let mut h = Packed::scratch(rec, "packed h", pairs, self.width)?;
-        if let Some(cut) = direct {
+        if let Some(cut) = MatrixTile::direct_of(tile) {
             // The shrink reads rows.
             h.by_row = adapters(true).is_some();
             h.blocks = Some(Blocks::scratch(rec, "h in blocks", aligned.capacity, self.width, &cut)?);
@@ -159,7 +158,7 @@ impl MoeLayer {
         let pairs = t.tokens * self.shape.top_k;
         let most = pairs.div_ceil(self.experts).min(tile);
         let rows = align_capacity(pairs, self.experts, tile);
-        let cut = MatrixTile::of(tile).filter(|cut| cut.direct);
+        let cut = MatrixTile::direct_of(tile);
         t.lora.is_some_and(|(batch, ..)| batch.folded(weights, most, pairs) && batch.has_room(caps, cut, rows))
     }
 

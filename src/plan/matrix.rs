@@ -113,6 +113,11 @@ impl MatrixTile {
         TILES.into_iter().find(|t| t.height as usize == height)
     }
 
+    /// The same where it is the direct one.
+    pub fn direct_of(height: usize) -> Option<Self> {
+        Self::of(height).filter(|cut| cut.direct)
+    }
+
     /// Subgroups of a workgroup.
     pub fn subgroups(&self) -> u32 {
         (self.height / self.sub_rows) * (self.columns / self.sub_columns)

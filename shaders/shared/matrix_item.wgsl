@@ -1,0 +1,23 @@
+// What one workgroup of a product on matrices works on: the tile of rows `item`, from an alignment whose buffer is `ids` or of {{ height }}
+// consecutive rows, its matrix `expert` of this piece, and its columns. It opens `main`, which ends here for other pieces.
+let item = folded(workgroup);
+let first_row = item * {{ height }}u;
+{% if rows == "tiles" %}
+if (item >= u32(ids[65])) {
+    return;
+}
+let label = ids[params.expert_base + item];
+if (label < i32(params.first) || label >= i32(params.first + params.count)) {
+    return;
+}
+let expert = u32(label) - params.first;
+{% else %}
+if (first_row >= params.rows) {
+    return;
+}
+let expert = 0u;
+{% if lora %}
+let label = 0;
+{% endif %}
+{% endif %}
+let first_column = workgroup.x * {{ columns }}u;
