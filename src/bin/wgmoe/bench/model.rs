@@ -65,7 +65,7 @@ pub struct Options {
     /// Storage type of the weights
     #[arg(long, value_enum, default_value_t = Stored::Bf16, value_name = "TYPE")]
     dtype: Stored,
-    /// Also show where the time of one decoding step goes, dispatch by dispatch
+    /// Also show where the time of one step goes, dispatch by dispatch
     #[arg(long)]
     profile: bool,
     /// Runs, of which the median counts
@@ -238,14 +238,20 @@ impl Options {
                 let took = self.runs(&mut engine, &work)?;
                 let mut row = Row::new("decode", sequences, sequences * self.decode, adapters, took, self.decode);
                 if self.profile {
-                    row.stages = profile(gpu, &mut engine, sequences, self.prompt, used)?;
+                    submit(&mut engine, sequences, self.prompt, 4, used)?;
+                    row.stages = profile(gpu, &mut engine, sequences)?;
                 }
                 rows.push(row);
             }
             for &tokens in self.prefill.iter().filter(|n| **n > 0) {
                 let work = |engine: &mut Engine| prefill(engine, &spent, tokens, used.first().copied());
                 let took = self.runs(&mut engine, &work)?;
-                rows.push(Row::new("prefill", 1, tokens, adapters.min(1), took, tokens.div_ceil(self.step_tokens)));
+                let mut row = Row::new("prefill", 1, tokens, adapters.min(1), took, tokens.div_ceil(self.step_tokens));
+                if self.profile {
+                    submit(&mut engine, 1, tokens, 1, &used[..adapters.min(1)])?;
+                    row.stages = profile(gpu, &mut engine, 0)?;
+                }
+                rows.push(row);
             }
         }
         let report = Report {
@@ -354,7 +360,11 @@ impl Report {
         }
         let mut stages = String::new();
         for row in self.rows.iter().filter(|row| !row.stages.is_empty()) {
-            stages += &format!("\n{} sequences, {} adapters, us of one step:\n", row.sequences, row.adapters);
+            let step = match row.what {
+                "prefill" => format!("first step of a prompt of {}", row.tokens),
+                _ => format!("one step of {} sequences", row.sequences),
+            };
+            stages += &format!("\n{} adapters, us of {step}:\n", row.adapters);
             let lines = row.stages.iter().map(|s| format!("  {:>9.1}  {:>4} x {}", s.us, s.dispatches, s.stage));
             stages += &lines.collect::<Vec<_>>().join("\n");
         }
@@ -422,17 +432,11 @@ fn decode(
     Ok(Took::since(begin, spent, before))
 }
 
-/// What the dispatches of one step take, each waiting for the one before: the step after every sequence has its first token.
-fn profile(
-    gpu: &Gpu,
-    engine: &mut Engine,
-    sequences: usize,
-    prompt_tokens: usize,
-    adapters: &[AdapterId],
-) -> anyhow::Result<Vec<Stage>> {
-    submit(engine, sequences, prompt_tokens, 4, adapters)?;
+/// What the dispatches of one step of the submitted requests take, each waiting for the one before: of the step after so many
+/// tokens.
+fn profile(gpu: &Gpu, engine: &mut Engine, after: usize) -> anyhow::Result<Vec<Stage>> {
     let mut tokens = 0;
-    while tokens < sequences {
+    while tokens < after {
         engine.begin_step()?;
         tokens += engine.wait()?.iter().filter(|event| matches!(event, Event::Token { .. })).count();
     }
