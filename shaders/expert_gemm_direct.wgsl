@@ -68,6 +68,8 @@ fn main(
     @builtin(subgroup_id) subgroup: u32,
 ) {
     {% include "shared/matrix_item.wgsl" %}
+    {# The exponent of a row of x. #}
+    {% macro exponent_of(row) %}i32(x[params.exponents + {{ row }}].x){% endmacro %}
     {# Whether row `row` of the tile is one, or padding. #}
     {% if rows == "tiles" %}
     {% macro real(row) %}u32(ids[params.sorted_base + first_row + {{ row }}]) < params.rows{% endmacro %}
@@ -133,6 +135,9 @@ fn main(
         var sum{{ i }}_{{ j }} = Sum();
         {% endfor %}
         {% endfor %}
+        {% if rows == "dense" %}
+        {% include "shared/begin_rows.wgsl" %}
+        {% endif %}
         {% for q in range(x_ahead) %}
         {% for i in range(sub_rows // 16) %}
         var left{{ q }}_{{ i }} = coopLoadT<Left>(&x[x_at + ({{ i }}u * params.x_groups + {{ q }}u) * 64u], 4u);
@@ -179,40 +184,8 @@ fn main(
             {% include "shared/store_tiles.wgsl" %}
         }
         {% else %}
-        // Through workgroup memory, because only real rows are written, and each has its own scale. Lane l knows row l % 16.
-        let strip = subgroup * 256u;
-        {% for i in range(sub_rows // 16) %}
-        {
-            let row = first_row + row_begin + {{ i * 16 }}u + subgroup_lane % 16u;
-            let unscale = power_of_two(-i32(x[params.exponents + min(row, params.rows - 1u)].x));
-            {% for j in range(sub_columns // 16) %}
-            {
-                let block = sum{{ i }}_{{ j }};
-                let place = &y_tile[strip];
-                coopStoreT(block, place, 16u);
-                workgroupBarrier();
-                let column = first_column + column_begin + {{ j * 16 }}u + subgroup_lane % 16u;
-                {% for r in range(256 // width) %}
-                {
-                    let r = {{ r * (width // 16) }}u + subgroup_lane / 16u;
-                    let target_row = subgroupShuffle(row, r);
-                    let factor = subgroupShuffle(unscale, r);
-                    if (target_row < params.rows && column < params.out_rows) {
-                        let value = y_tile[strip + r * 16u + subgroup_lane % 16u] * factor * params.w_unscale;
-                        let at = target_row * params.y_stride + params.out_begin + column;
-                        if (params.accumulate != 0u) {
-                            y[at] = y[at] + value;
-                        } else {
-                            y[at] = value;
-                        }
-                    }
-                }
-                {% endfor %}
-                workgroupBarrier();
-            }
-            {% endfor %}
-        }
-        {% endfor %}
+        {% set strip = 16 %}
+        {% include "shared/store_rows.wgsl" %}
         {% endif %}
     }
     {% endfor %}

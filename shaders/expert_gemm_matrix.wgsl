@@ -47,7 +47,6 @@ const ROW = {{ row }}u;
 var<workgroup> x_tile: array<vec4<f16>, {{ height * row }}>;
 var<workgroup> w_tile: array<vec4<f16>, {{ columns * row }}>;
 {% if rows == "dense" %}
-const STRIP = {{ strip }}u;
 var<workgroup> y_tile: array<f32, {{ subgroups * 16 * strip }}>;
 {% endif %}
 
@@ -70,6 +69,13 @@ var<workgroup> row_words: array<u32, {{ height }}>;
 {% endif %}
 
 {% include "shared/matrix_weights.wgsl" %}
+{% if rows == "dense" %}
+
+fn row_exponent(row: u32) -> i32 {
+    let at = params.exponents + row / params.row_div;
+    return i32(unpack2x16float(x[at / 2u][at % 2u * 2u]).x);
+}
+{% endif %}
 
 @compute @workgroup_size({{ lanes }})
 fn main(
@@ -122,6 +128,11 @@ fn main(
     var sum{{ i }}_{{ j }} = Sum();
     {% endfor %}
     {% endfor %}
+    {% if rows == "dense" %}
+    {# The exponent of a row of x. #}
+    {% macro exponent_of(row) %}row_exponent({{ row }}){% endmacro %}
+    {% include "shared/begin_rows.wgsl" %}
+    {% endif %}
 
     {# No load is conditional: a value that is loaded in a branch is waited for at the end of that branch. Past the end of a
        row the last part of it is loaded again, and x counts as 0 there. #}
@@ -262,43 +273,6 @@ fn main(
         {% include "shared/store_tiles.wgsl" %}
     }
     {% else %}
-    // Through workgroup memory once more, because only real rows are written, and each has its own scale.
-    let strip_begin = subgroup * {{ 16 * strip }}u;
-    {% for i in range(sub_rows // 16) %}
-    {
-        // Lane l knows row l of these 16.
-        let row = first_row + row_begin + {{ i * 16 }}u + subgroup_lane % 16u;
-        let e_at = params.exponents + min(row, params.rows - 1u) / params.row_div;
-        let unscale = power_of_two(-i32(unpack2x16float(x[e_at / 2u][e_at % 2u * 2u]).x));
-        {% for s in range(sub_columns // strip) %}
-        {
-            {% for j in range(strip // 16) %}
-            let block{{ j }} = sum{{ i }}_{{ s * (strip // 16) + j }};
-            let place{{ j }} = &y_tile[strip_begin + {{ j * 16 }}u];
-            coopStoreT(block{{ j }}, place{{ j }}, STRIP);
-            {% endfor %}
-            workgroupBarrier();
-            let column = first_column + column_begin + {{ s * strip }}u + subgroup_lane % STRIP;
-            {% for r in range(16 * strip // width) %}
-            {
-                let r = {{ r * (width // strip) }}u + subgroup_lane / STRIP;
-                let target_row = subgroupShuffle(row, r);
-                let factor = subgroupShuffle(unscale, r);
-                if (target_row < params.rows && column < params.out_rows) {
-                    let value = y_tile[strip_begin + r * STRIP + subgroup_lane % STRIP] * factor * params.w_unscale;
-                    let to = target_row * params.y_stride + params.out_begin + column;
-                    if (params.accumulate != 0u) {
-                        y[to] = y[to] + value;
-                    } else {
-                        y[to] = value;
-                    }
-                }
-            }
-            {% endfor %}
-            workgroupBarrier();
-        }
-        {% endfor %}
-    }
-    {% endfor %}
+    {% include "shared/store_rows.wgsl" %}
     {% endif %}
 }

@@ -258,6 +258,9 @@ fn many_tokens_with_mixed_adapters_equal_the_oracle_sorted_and_one_by_one() {
             add(Case { piece: Some(48), ..plain }, true);
             add(Case { inner: 200, outs: &[21, 8, 10], dtype: DType::F16, accumulate: true, ..plain }, true);
             add(Case { inner: 256, outs: &[264], accumulate: true, ..plain }, true);
+            // Whole blocks of sums.
+            add(Case { inner: 256, outs: &[256], accumulate: true, ..plain }, true);
+            add(Case { outs: &[64, 16, 16, 48], ..plain }, true);
             // All ranks together are longer than a row; a factor has a bias.
             add(Case { inner: 72, ..plain }, false);
             add(Case { slots: MIXED, ..plain }, false);

@@ -53,6 +53,8 @@ struct Case {
     exact: bool,
     /// The largest input and weight.
     size: [f32; 2],
+    /// Every 70th row of x is four times as large.
+    uneven: bool,
 }
 
 const CASE: Case = Case {
@@ -67,6 +69,7 @@ const CASE: Case = Case {
     accumulate: false,
     exact: false,
     size: [1.0; 2],
+    uneven: false,
 };
 
 /// Every seventh pair has no expert of this rank, in each way in which that can be said.
@@ -91,6 +94,9 @@ fn inputs(case: &Case, held: &dyn Fn(usize) -> bool, rng: &mut Rng) -> Vec<f32> 
     let Case { pairs, row_div, inner, .. } = *case;
     let mut x = scaled(rng.floats(pairs.div_ceil(row_div) * inner), case.size[0]);
     for row in 0..pairs.div_ceil(row_div) {
+        if case.uneven && row % 70 == 69 {
+            x[row * inner..(row + 1) * inner].iter_mut().for_each(|v| *v *= 4.0);
+        }
         if (row * row_div..((row + 1) * row_div).min(pairs)).all(|p| !held(p)) {
             x[row * inner..(row + 1) * inner].fill(f32::NAN);
         }
@@ -171,8 +177,8 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
     };
     let values = scaled(rng.floats(experts * out * inner), case.size[1]);
     let (w, decoded) = weights(gpu, case.dtype, [experts, out, inner], &values, limit);
-    // y is wider than the product, so that its stride counts.
-    let stride = out + 3;
+    // y is wider than the product, so that its stride counts. Whole blocks of sums may go to it as they are.
+    let stride = out + if out.is_multiple_of(16) { 4 } else { 3 };
     let before: Vec<f32> =
         if case.accumulate { rng.floats(pairs * stride) } else { vec![UNWRITTEN_F32; pairs * stride] };
     let y = Output::of(gpu, &before, UNWRITTEN_F32);
@@ -281,9 +287,15 @@ fn every_matrix_tile_equals_the_oracle() {
             cases.push(Case { select, dtype: DType::Bf16, pairs: 1000, row_div: 4, experts: 3, inner: 256, ..CASE });
         } else {
             // So many workgroups that x goes straight into matrices.
-            for (inner, accumulate) in [(760, false), (768, true)] {
-                let (dtype, pairs, row_div, out) = (DType::Bf16, 2990, 1, 700);
-                cases.push(Case { select, dtype, pairs, row_div, out, inner, accumulate, ..CASE });
+            let direct = Case { select, dtype: DType::Bf16, pairs: 2990, row_div: 1, out: 704, inner: 768, ..CASE };
+            for (out, inner, accumulate) in [(700, 760, false), (700, 768, true), (704, 760, false)] {
+                cases.push(Case { out, inner, accumulate, ..direct });
+            }
+            // Sums that begin with what is in y; and with the scale of some rows alone, for they leave the range of halves.
+            for size in [[1.0, 1.0], [16384.0, 1.0]] {
+                let uneven = size[0] > 1.0;
+                cases.push(Case { size, uneven, accumulate: true, ..direct });
+                cases.push(Case { size, uneven, accumulate: true, pairs: 300, out: 160, ..direct });
             }
         }
         cases.push(Case {

@@ -20,11 +20,14 @@ pub static LORA_EXPAND_TILES: Kernel = Kernel { stem: "lora_expand_tiles", reads
 /// Pairs of a tile.
 pub const TILE: usize = EDGE as usize;
 
-/// Subgroups of a workgroup, which share the depth, or the pairs of a high tile.
-const SUBGROUPS: u32 = 4;
-
 /// Pairs of a high tile, for a shrink that no expand follows: its workgroup reads A once for four times the pairs.
-pub const HIGH_TILE: usize = TILE * SUBGROUPS as usize;
+pub const HIGH_TILE: usize = 4 * TILE;
+
+/// Subgroups of a workgroup: each takes [`TILE`] pairs of a high tile, or two share the depth. More of those would leave room
+/// for fewer on a multiprocessor: each has 8 KiB of workgroup memory (`docs/PERFORMANCE.md`, "What a multiprocessor holds").
+fn subgroups(tile: usize) -> u32 {
+    if tile > TILE { (tile / TILE) as u32 } else { 2 }
+}
 
 /// Pairs of the tiles of a shrink: `pairs` of `buckets` virtual experts, and whether products add them (`folded`).
 pub fn shrink_tile(pairs: usize, buckets: usize, folded: bool) -> usize {
@@ -102,7 +105,7 @@ pub fn vars(caps: &Capabilities, folded: bool, tile: usize, per: u32) -> Vars {
         ("height", (tile as u32).into()),
         ("tall", (tile > TILE).into()),
         ("per", per.into()),
-        ("subgroups", SUBGROUPS.into()),
+        ("subgroups", subgroups(tile).into()),
         ("width", caps.row_lanes.into()),
         ("folded", folded.into()),
         ("lift", LIFT.into()),
@@ -283,7 +286,7 @@ mod tests {
     #[test]
     fn as_many_projections_are_taken_at_once_as_workgroup_memory_holds() {
         // Rows of x and of each A, of 64 halves and eight more; sums of one projection.
-        let bytes = |per: u32| SUBGROUPS * EDGE * ((1 + per) * (64 + 8) * 2 + EDGE * 4);
+        let bytes = |per: u32| subgroups(HIGH_TILE) * EDGE * ((1 + per) * (64 + 8) * 2 + EDGE * 4);
         assert!(bytes(MOST_AT_ONCE) <= WORKGROUP_BYTES && bytes(MOST_AT_ONCE + 1) > WORKGROUP_BYTES);
         assert_eq!([1, 2, 3, 4].map(at_once), [1, 2, 3, 1]);
     }
