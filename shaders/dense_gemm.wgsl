@@ -79,10 +79,8 @@ fn read_addend(item: u32, first_row: u32, first_column: u32) -> Addend {
 }
 
 fn value_of(addend: Addend) -> f32 {
-    let wide = addend.storage == 0u;
-    let lo = select(decode_factor4(addend.b.xy, addend.storage), bitcast<vec4<f32>>(addend.b), wide);
-    let hi = select(decode_factor4(addend.b.zw, addend.storage), bitcast<vec4<f32>>(addend.b_more), wide);
-    return dot(lo, addend.u_lo) + dot(hi, addend.u_hi);
+    let b = decode_factor8(addend.b, addend.b_more, addend.storage);
+    return dot(b.lo, addend.u_lo) + dot(b.hi, addend.u_hi);
 }
 {% endif %}
 

@@ -15,7 +15,9 @@ fn main(
 ) {
     let pair = workgroup.x;
     let row = workgroup.y * {{ lanes // depth_lanes }}u + subgroup;
+    {% with reports = true, ids = "ids" %}
     {% include "shared/pair_factor.wgsl" %}
+    {% endwith %}
     // A bias is a column of B whose element of u is the scale alone.
     let a_rows = rank - biased(factor);
     let b_groups = (rank + 7u) / 8u;
@@ -30,14 +32,8 @@ fn main(
     if (r >= b_groups * 8u) {
         return;
     }
-    let groups = params.groups;
-    let w_row0 = min(r, a_rows - 1u) * groups;
-    let x_row0 = pair / params.row_div * params.x_stride;
-    var sum0_0 = 0.0;
-    {% with tile = 1, per_lane = 1, carriers = 0, whole = true, input = "x", row = "x_row", load = "load_factor8(factor.a, ", storage = ", storage" %}
-    {% include "shared/walk.wgsl" %}
-    {% endwith %}
+    {% include "shared/shrink_row.wgsl" %}
     if (subgroup_lane == 0u) {
-        u[at + 4u + r] = bitcast<u32>(select(0.0, select(1.0, sum0_0, r < a_rows) * factor.scale, r < rank));
+        u[at + 4u + r] = bitcast<u32>(select(0.0, select(1.0, product, r < a_rows) * factor.scale, r < rank));
     }
 }

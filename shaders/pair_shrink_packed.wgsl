@@ -14,7 +14,9 @@ fn main(
 ) {
     let pair = workgroup.x;
     let row = (workgroup.y * {{ lanes // depth_lanes }}u + subgroup) * 2u;
+    {% with reports = true, ids = "ids" %}
     {% include "shared/pair_factor.wgsl" %}
+    {% endwith %}
     // B is read in groups: u is 0 up to the end of the last one.
     if (r >= (rank + 7u) / 8u * 8u) {
         return;

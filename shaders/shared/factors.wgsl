@@ -24,11 +24,31 @@ fn decode_factor4(words: vec2<u32>, storage: u32) -> vec4<f32> {
     return select(decode_bf16(words), vec4<f32>(unpack2x16float(words.x), unpack2x16float(words.y)), storage == 1u);
 }
 
-// Eight values: group `group` of a matrix that starts at word `base`.
+// Eight values of which the first 16 bytes are `words`, and the rest, of f32, `more`.
+fn decode_factor8(words: vec4<u32>, more: vec4<u32>, storage: u32) -> Eight {
+    let wide = storage == 0u;
+    return Eight(
+        select(decode_factor4(words.xy, storage), bitcast<vec4<f32>>(words), wide),
+        select(decode_factor4(words.zw, storage), bitcast<vec4<f32>>(more), wide),
+    );
+}
+
+// Eight values of f32: group `group` of a matrix that starts at word `base`.
+fn load_wide8(base: u32, group: u32) -> Eight {
+    let at = base + group * 2u;
+    return Eight(bitcast<vec4<f32>>(pool[at]), bitcast<vec4<f32>>(pool[at + 1u]));
+}
+
+// The same of a type of two bytes, without a branch: what is loaded in a branch is waited for at its end.
+fn load_narrow8(base: u32, group: u32, storage: u32) -> Eight {
+    let words = pool[base + group];
+    return Eight(decode_factor4(words.xy, storage), decode_factor4(words.zw, storage));
+}
+
+// The same of any type.
 fn load_factor8(base: u32, group: u32, storage: u32) -> Eight {
     if (storage == 0u) {
-        let at = base + group * 2u;
-        return Eight(bitcast<vec4<f32>>(pool[at]), bitcast<vec4<f32>>(pool[at + 1u]));
+        return load_wide8(base, group);
     }
     let words = pool[base + group];
     if (storage == 1u) {

@@ -1,11 +1,13 @@
 // The factor of the expert and the token's slot of `pair`, for row `row` of all projections' ranks: row `r` of `projection`. It
-// stands in `main`; what has no factor gets one of rank 0.
+// opens a function without result; what has no factor gets one of rank 0. It `reports` ids and slots out of range, or leaves that
+// to others.
 {% if dense %}
 let id = 0;
 {% else %}
-let id = ids[pair];
+let id = {{ ids }}[pair];
 {% endif %}
 let slot = token_lora_mapping[pair / params.top_k];
+{% if reports %}
 if (row == 0u && subgroup_lane == 0u) {
     if (slot >= i32(params.slots)) {
         atomicOr(&status[0], 2u);
@@ -14,6 +16,7 @@ if (row == 0u && subgroup_lane == 0u) {
         atomicOr(&status[0], 4u);
     }
 }
+{% endif %}
 let projection = row / params.max_rank;
 if (projection >= params.projections) {
     return;

@@ -89,6 +89,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "shared/projection.wgsl",
     "shared/pair_shrink.wgsl",
     "shared/pair_factor.wgsl",
+    "shared/shrink_row.wgsl",
     "shared/reduce.wgsl",
     "shared/align.wgsl",
     "shared/tiles.wgsl",
