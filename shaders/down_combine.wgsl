@@ -19,8 +19,9 @@ struct DownCombineParams {
     accumulate: u32,
     // Rank that u has room for.
     max_rank: u32,
+    // Parts whose sum u is, one behind the other.
+    chunks: u32,
     pad0: u32,
-    pad1: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: DownCombineParams;
@@ -28,13 +29,49 @@ struct DownCombineParams {
 @group(0) @binding(2) var<storage, read> w: array<vec4<u32>>; // [count, out_rows, F]
 @group(0) @binding(3) var<storage, read> ids: array<i32>; // [T, A], local
 @group(0) @binding(4) var<storage, read> topk_weights: array<f32>; // [T, A]
-@group(0) @binding(5) var<storage, read> u: array<vec4<u32>>; // [P, 1 + max_rank / 4] from `pair_shrink`
+@group(0) @binding(5) var<storage, read> u: array<vec4<u32>>; // [P, 1 + chunks max_rank / 4]
 @group(0) @binding(6) var<storage, read> pool: array<vec4<u32>>;
 @group(0) @binding(7) var<storage, read_write> out: array<f32>; // [T, D]
 
 {% include "shared/weights.wgsl" %}
 {% if lora %}
 {% include "shared/factors.wgsl" %}
+
+// What an adapter adds to a column of a subgroup's pair by one group of eight columns of B and one part of u, as it was read.
+struct Addend {
+    // The column; past all where there is nothing to add.
+    j: u32,
+    b: vec4<u32>,
+    // The second half of a group in f32.
+    b_more: vec4<u32>,
+    u_lo: vec4<f32>,
+    u_hi: vec4<f32>,
+}
+
+// Without a branch: what is read in one is waited for at its end.
+fn read_addend(item: u32, pair_at: u32, factor: vec4<u32>, first_column: u32) -> Addend {
+    let groups_of_b = params.max_rank / 8u;
+    let parts = groups_of_b * params.chunks;
+    let part = item % parts;
+    let j = item / parts;
+    let present = (j < {{ per_lane }}u) & (part % groups_of_b < factor.y);
+    let wide = factor.z == 0u;
+    let column = params.out_begin + min(first_column + j, params.out_rows - 1u);
+    let group = column * factor.y + part % groups_of_b;
+    let at = select(0u, factor.x + select(group, 2u * group, wide), present);
+    return Addend(
+        select({{ per_lane }}u, j, present),
+        pool[at],
+        pool[select(at, at + 1u, wide & present)],
+        bitcast<vec4<f32>>(u[pair_at + 1u + 2u * part]),
+        bitcast<vec4<f32>>(u[pair_at + 2u + 2u * part]),
+    );
+}
+
+fn value_of(addend: Addend, storage: u32) -> f32 {
+    let b = decode_factor8(addend.b, addend.b_more, storage);
+    return dot(b.lo, addend.u_lo) + dot(b.hi, addend.u_hi);
+}
 {% endif %}
 
 {% set subgroups = lanes // depth_lanes %}
@@ -63,9 +100,17 @@ fn main(
     for (var k = subgroup; k < params.top_k; k = k + {{ subgroups }}u) {
         let pair = first_pair + k;
         let id = ids[pair];
+        {% if lora %}
+        let pair_at = pair * (params.chunks * params.max_rank / 4u + 1u);
+        let factor = u[pair_at];
+        {% endif %}
         if (!held(id)) {
             continue;
         }
+        {% if lora %}
+        // The adapter's part, shared by the lanes.
+        let addend = read_addend(subgroup_lane, pair_at, factor, first_column);
+        {% endif %}
         let weight = topk_weights[pair];
         let first_row = (u32(id) - params.first) * params.out_rows;
         {% for j in range(per_lane) %}
@@ -87,34 +132,27 @@ fn main(
             {% endfor %}
             {% endfor %}
         }
+        {% if lora %}
+        {% macro add(addend) %}
+        {
+            let value = value_of({{ addend }}, factor.z);
+            {% for j in range(per_lane) %}
+            part{{ j }} = part{{ j }} + select(0.0, value, {{ addend }}.j == {{ j }}u);
+            {% endfor %}
+        }
+        {% endmacro %}
+        {{ add("addend") }}
+        // High ranks have more of it than lanes.
+        let items = {{ per_lane }}u * params.chunks * (params.max_rank / 8u);
+        for (var item = subgroup_lane + {{ depth_lanes }}u; item < items; item = item + {{ depth_lanes }}u) {
+            let more = read_addend(item, pair_at, factor, first_column);
+            {{ add("more") }}
+        }
+        {% endif %}
         {% for j in range(per_lane) %}
         sum{{ j }} = sum{{ j }} + weight * part{{ j }};
         {% endfor %}
     }
-
-    {% if lora %}
-    // The adapters' part, shared by all lanes: eight columns of a row of B, for one pair.
-    let parts = params.max_rank / 8u;
-    for (var item = lane; item < {{ per_lane }}u * params.top_k * parts; item = item + {{ lanes }}u) {
-        let part = item % parts;
-        let j = item / parts % {{ per_lane }}u;
-        let pair = first_pair + item / parts / {{ per_lane }}u;
-        let column = first_column + j;
-        if (column >= params.out_rows || !held(ids[pair])) {
-            continue;
-        }
-        let at = pair * (params.max_rank / 4u + 1u);
-        let factor = u[at];
-        if (part >= factor.y) {
-            continue;
-        }
-        let b = load_factor8(factor.x, (params.out_begin + column) * factor.y + part, factor.z);
-        let value = dot(b.lo, bitcast<vec4<f32>>(u[at + 1u + 2u * part])) + dot(b.hi, bitcast<vec4<f32>>(u[at + 2u + 2u * part]));
-        {% for j in range(per_lane) %}
-        sum{{ j }} = sum{{ j }} + select(0.0, value * topk_weights[pair], j == {{ j }}u);
-        {% endfor %}
-    }
-    {% endif %}
 
     {% for j in range(per_lane) %}
     let total{{ j }} = subgroupAdd(sum{{ j }});

@@ -25,15 +25,16 @@ struct PairGemmParams {
     // Constants of the clamped swiglu.
     alpha: f32,
     limit: f32,
+    // Parts whose sum u is, one behind the other.
+    chunks: u32,
     pad0: u32,
-    pad1: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: PairGemmParams;
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>; // [rows / row_div, K]
 @group(0) @binding(2) var<storage, read> w: array<vec4<u32>>; // [count, out_rows or twice that, K]
 @group(0) @binding(3) var<storage, read> ids: array<i32>; // alignment, or ids [P]
-@group(0) @binding(4) var<storage, read> u: array<vec4<u32>>; // [P, projections, 1 + max_rank / 4] from `pair_shrink`
+@group(0) @binding(4) var<storage, read> u: array<vec4<u32>>; // [P, projections, 1 + chunks max_rank / 4]
 @group(0) @binding(5) var<storage, read> pool: array<vec4<u32>>;
 @group(0) @binding(6) var<storage, read_write> y: array<f32>; // [P, y_stride]
 
@@ -96,8 +97,9 @@ fn main(
     }
 
     {% if lora %}
-    // The adapters' part, shared by the lanes: eight columns of a row of B, for one pair.
-    let parts = params.max_rank / 8u;
+    // The adapters' part, shared by the lanes: eight columns of a row of B, for one pair and part of u.
+    let groups_of_b = params.max_rank / 8u;
+    let parts = groups_of_b * params.chunks;
     for (var item = subgroup_lane; item < {{ tile * w_rows }}u * parts; item = item + {{ depth_lanes }}u) {
         let part = item % parts;
         let sum = item / parts;
@@ -109,12 +111,13 @@ fn main(
         if (pair >= params.rows || column >= params.out_rows) {
             continue;
         }
-        let at = (pair * {{ matrices }}u + sum % {{ matrices }}u) * (params.max_rank / 4u + 1u);
+        let at = (pair * {{ matrices }}u + sum % {{ matrices }}u) * (params.chunks * params.max_rank / 4u + 1u);
         let factor = u[at];
-        if (part >= factor.y) {
+        let group = part % groups_of_b;
+        if (group >= factor.y) {
             continue;
         }
-        let b = load_factor8(factor.x, (params.out_begin + column) * factor.y + part, factor.z);
+        let b = load_factor8(factor.x, (params.out_begin + column) * factor.y + group, factor.z);
         let value = dot(b.lo, bitcast<vec4<f32>>(u[at + 1u + 2u * part])) + dot(b.hi, bitcast<vec4<f32>>(u[at + 2u + 2u * part]));
         {% for i in range(tile) %}
         {% for r in range(w_rows) %}

@@ -15,12 +15,15 @@ use held::{Held, MIXED, Slots};
 use wgmoe::Gpu;
 use wgmoe::activation::Activation;
 use wgmoe::dtype::DType;
+use wgmoe::kernels::Recording;
 use wgmoe::kernels::align::Align;
 use wgmoe::kernels::down_combine::DownCombine;
 use wgmoe::kernels::expert_gemm::Rows;
 use wgmoe::kernels::lora::{Factors, LoraSite};
+use wgmoe::kernels::pair_expand_shrink::PairExpandShrink;
 use wgmoe::kernels::pair_gemm::{self, PairGemm};
-use wgmoe::kernels::pair_shrink::PairShrink;
+use wgmoe::kernels::pair_gemm_shrink::{self, PairGemmShrink};
+use wgmoe::kernels::pair_shrink::{PairShrink, Shrunk};
 use wgmoe::plan::rows::FEW_TILE;
 use wgmoe::reference;
 use wgmoe::router::{NoAdapter, STATUS_ID, STATUS_SLOT};
@@ -41,6 +44,8 @@ struct Case {
     cut: Option<[usize; 2]>,
     /// None: no adapters.
     slots: Slots,
+    /// Shrinks are parts of other stages.
+    beside: bool,
     accumulate: bool,
 }
 
@@ -55,8 +60,18 @@ const CASE: Case = Case {
     tiles: false,
     cut: None,
     slots: MIXED,
+    beside: false,
     accumulate: false,
 };
+
+/// Ranks of one group, of two, of more than a workgroup takes at once, and the highest of all with every type.
+const RANKS: Slots = &[
+    (1, DType::Bf16, false),
+    (16, DType::Bf16, false),
+    (16, DType::F32, true),
+    (128, DType::F16, false),
+    (33, DType::F32, false),
+];
 
 /// The site of one half; an adapter leaves out an expert and a projection.
 fn site(
@@ -180,8 +195,11 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
     let max_rank = held::max_rank(slots);
     run(gpu, |rec, pass| {
         let words = pairs * 2 * (max_rank.next_multiple_of(8) + 4) + 64;
-        let u = rec.scratch("lora u", words as u64 * 4)?;
-        gpu.queue().write_buffer(&u.buffer, 0, &vec![0xff; words * 4]);
+        let u = rec.scratch("lora u", 4 * words as u64 * 4)?;
+        gpu.queue().write_buffer(&u.buffer, 0, &vec![0xff; 4 * words * 4]);
+        let bytes = pair_gemm_shrink::bytes(pairs, 2 * f, max_rank);
+        let sums = rec.scratch("pair sums", bytes)?;
+        gpu.queue().write_buffer(&sums.buffer, 0, &vec![0xff; bytes as usize]);
         let aligned = if case.tiles {
             let (label, work_label) = ("tiles", "work");
             let align =
@@ -205,19 +223,31 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
             token_lora_mapping: &mapping,
             status: &status.view,
         };
-        let shrunk = if lora { Some(shrink(false, &x.view).record(rec, pass)?) } else { None };
-        PairGemm {
-            rows: pairs,
-            row_div: top_k,
-            select,
-            x: &x.view,
-            weights: &gate_up,
-            activation: Some(activation),
-            adapters: shrunk.as_ref(),
-            y: &h.view,
-        }
-        .record(rec, pass)?;
-        let shrunk = if lora { Some(shrink(true, &h.view).record(rec, pass)?) } else { None };
+        let gate_up_first = |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>| -> wgmoe::Result<Option<Shrunk>> {
+            let shrunk = if lora { Some(shrink(false, &x.view).record(rec, pass)?) } else { None };
+            PairGemm {
+                rows: pairs,
+                row_div: top_k,
+                select,
+                x: &x.view,
+                weights: &gate_up,
+                activation: Some(activation),
+                adapters: shrunk.as_ref(),
+                y: &h.view,
+            }
+            .record(rec, pass)?;
+            if lora { shrink(true, &h.view).record(rec, pass).map(Some) } else { Ok(None) }
+        };
+        let shrunk = if case.beside {
+            let (weights, shrink, down) = (&gate_up, shrink(false, &x.view), &second_site);
+            let sums = PairGemmShrink { select, weights, shrink, down }.record(rec, pass)?;
+            let (rows, width, sums, h, status) = (pairs, f, &sums, &h.view, &status.view);
+            let [pool, down_pool] = [&first_site, &second_site].map(|site| factors.pool(site));
+            let stage = PairExpandShrink { rows, width, activation, sums, pool, down_pool, h, status };
+            Some(stage.record(rec, pass)?)
+        } else {
+            gate_up_first(rec, pass)?
+        };
         let (weights, adapters) = (&down, shrunk.as_ref());
         DownCombine {
             tokens,
@@ -249,8 +279,8 @@ fn few_pairs_with_mixed_adapters_equal_the_oracle() {
     let kinds = [(DType::F32, Activation::Gelu), (DType::F16, CLAMPED), (DType::Bf16, Activation::Silu)];
     for (dtype, activation) in kinds {
         for (tokens, tiles) in [(1, false), (7, false), (13, true)] {
-            for slots in [MIXED, &[]] {
-                cases.push(Case { dtype, activation, tokens, tiles, slots, accumulate: tokens == 7, ..CASE });
+            for (slots, beside) in [(MIXED, false), (MIXED, true), (RANKS, true), (&[], false)] {
+                cases.push(Case { dtype, activation, tokens, tiles, slots, beside, accumulate: tokens == 7, ..CASE });
             }
         }
     }
@@ -264,14 +294,20 @@ fn few_pairs_take_any_widths_and_cuts() {
     let mut cases = Vec::new();
     for (hidden, width) in [(8, 8), (16, 264), (200, 136)] {
         for cut in [None, Some([2, 13])] {
-            for tiles in [false, true] {
-                cases.push(Case { hidden, width, cut, tiles, tokens: 9, accumulate: cut.is_none(), ..CASE });
+            for (tiles, beside) in [(false, false), (false, true), (true, false), (true, true)] {
+                cases.push(Case { hidden, width, cut, tiles, beside, tokens: 9, accumulate: cut.is_none(), ..CASE });
             }
         }
     }
-    // One choice, and more experts than lanes.
-    cases.push(Case { top_k: 1, cut: Some([1, 5]), ..CASE });
-    cases.push(Case { top_k: 11, experts: 40, tokens: 2, ..CASE });
+    for beside in [false, true] {
+        // One choice, and more experts than lanes.
+        cases.push(Case { top_k: 1, cut: Some([1, 5]), beside, ..CASE });
+        cases.push(Case { top_k: 11, experts: 40, tokens: 2, beside, ..CASE });
+        // As many chunks as are few on every device, some more, and one that is not full.
+        for width in [256, 1032, 2056] {
+            cases.push(Case { width, slots: RANKS, hidden: 16, experts: 3, beside, tokens: 7, ..CASE });
+        }
+    }
     for gpu in device::every_along_depth() {
         each_case(&cases, |case| check(&gpu, case));
     }

@@ -110,6 +110,46 @@ fn a_layer_with_mixed_adapters_equals_the_oracle_wherever_its_experts_live() {
 }
 
 #[test]
+fn few_pairs_shrink_beside_other_work_where_both_sites_have_adapters() {
+    let of = |sites: &[Site]| adapter(71, 4, DType::F16, sites, false);
+    let [gate, up, down] = EXPERT_SITES;
+    // Adapters of a layer, and the stages after routing: of pairs one by one, and in tiles.
+    let plain = ["pair_gemm", "down_combine"].as_slice();
+    let both = ["pair_gemm_shrink", "pair_expand_shrink", "down_combine"].as_slice();
+    let first = ["pair_shrink", "pair_gemm", "down_combine"].as_slice();
+    let second = ["pair_gemm", "pair_shrink", "down_combine"].as_slice();
+    let tiles = ["align_few", "pair_gemm_shrink", "pair_expand_shrink", "pair_gemm", "combine"].as_slice();
+    let cases = [
+        (None, 1, plain),
+        (Some(of(&[gate, up, down])), 1, both),
+        (Some(of(&[gate, down])), 1, both),
+        (Some(of(&[gate, up])), 1, first),
+        (Some(of(&[down])), 1, second),
+        (Some(of(&[gate, up, down])), 5, tiles),
+    ];
+    for gpu in device::every_along_depth() {
+        let twin = Twin::new(&gpu, DType::Bf16, Placement::linear(8, 1, 0).unwrap());
+        for (adapter, tokens, stages) in &cases {
+            let adapters: Vec<Adapter> = adapter.iter().cloned().collect();
+            let held: Vec<Option<&Adapter>> = adapters.iter().map(Some).collect();
+            let pool = loaded(&gpu, &twin, &adapters);
+            let pool = adapter.is_some().then_some(&pool);
+            let batch = batch(*tokens, &[if pool.is_some() { 0 } else { -1 }], true);
+            let on_device = OnDevice::new(&gpu, &batch);
+            let mut rec = poisoned(&gpu);
+            rec.labels();
+            run_in(&mut rec, |rec, pass| on_device.record(rec, pass, &twin.device, pool));
+            let labels = rec.labels();
+            let stems: Vec<&str> = labels.iter().filter_map(|label| label.split('[').next()).collect();
+            let routed = stems.iter().position(|stem| *stem == "route").unwrap();
+            assert_eq!(stems[routed + 1..], **stages);
+            let expected = twin.expected(&batch.x, &batch.mapping, &held);
+            compare(&gpu, on_device.read(&gpu), &expected, &batch).unwrap();
+        }
+    }
+}
+
+#[test]
 fn gate_and_up_may_alternate() {
     let adapters = adapters();
     let held: Vec<Option<&Adapter>> = adapters.iter().map(Some).collect();

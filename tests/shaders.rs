@@ -14,8 +14,9 @@ use wgmoe::kernels::params::Params;
 use wgmoe::kernels::variants::variants;
 use wgmoe::kernels::{
     activation, align, attention, attention_matrix, attention_split, combine, count, dense_gemm, down_combine, embed,
-    expert_gemm, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather, lora_matrix, norm, pack, pair_gemm,
-    pair_shrink, random, rate, remap, rope, route, sample, stream, tile_rows,
+    expert_gemm, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather, lora_matrix, norm, pack,
+    pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate, remap, rope, route, sample, stream,
+    tile_rows,
 };
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::classes::classes;
@@ -44,6 +45,8 @@ fn params_of(stem: &str) -> Layout {
         "lora_gather" => layout::<lora_gather::LoraGatherParams>(),
         "pair_shrink" | "pair_shrink_packed" => layout::<pair_shrink::PairShrinkParams>(),
         "pair_gemm" => layout::<pair_gemm::PairGemmParams>(),
+        "pair_gemm_shrink" => layout::<pair_gemm_shrink::PairGemmShrinkParams>(),
+        "pair_expand_shrink" => layout::<pair_expand_shrink::PairExpandShrinkParams>(),
         "dense_gemm" => layout::<dense_gemm::DenseGemmParams>(),
         "down_combine" => layout::<down_combine::DownCombineParams>(),
         "pack" => layout::<pack::PackParams>(),
@@ -162,7 +165,8 @@ fn check(kernel: &'static Kernel, vars: &Vars, caps: &Capabilities) -> Result<()
     check_layout(&module, params_of(kernel.stem))?;
     match kernel.stem {
         "sample" => check_layout(&module, layout::<sample::Pick>()),
-        "lora_shrink" | "lora_shrink_matrix" | "lora_expand" | "lora_expand_tiles" | "lora_gather" | "pair_shrink" => {
+        "lora_shrink" | "lora_shrink_matrix" | "lora_expand" | "lora_expand_tiles" | "lora_gather" | "pair_shrink"
+        | "pair_gemm_shrink" | "pair_expand_shrink" => {
             check_layout(&module, ("Factor", &[("a", 0), ("b", 4), ("rank_type", 8), ("scale", 12)], 16))
         }
         _ => Ok(()),
@@ -200,7 +204,15 @@ const MATRIX_TIER: [&str; 12] = [
     "attention_matrix",
 ];
 /// Shaders for lanes along the depth alone.
-const ALONG_DEPTH: [&str; 5] = ["pair_shrink", "pair_shrink_packed", "pair_gemm", "dense_gemm", "down_combine"];
+const ALONG_DEPTH: [&str; 7] = [
+    "pair_shrink",
+    "pair_shrink_packed",
+    "pair_gemm",
+    "pair_gemm_shrink",
+    "pair_expand_shrink",
+    "dense_gemm",
+    "down_combine",
+];
 /// Shaders of hardware alone.
 const HARDWARE: [&str; 2] = ["attention_split", "attention_combine"];
 

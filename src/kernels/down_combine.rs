@@ -36,10 +36,10 @@ params! {
         accumulate: u32,
         /// Rank that u has room for.
         max_rank: u32,
+        /// Parts whose sum u is.
+        chunks: u32,
         /// Padding.
         pad0: u32,
-        /// Padding.
-        pad1: u32,
     }
 }
 
@@ -108,8 +108,8 @@ impl DownCombine<'_> {
                 // The pieces of the first experts come first, and cover every column.
                 accumulate: u32::from(self.accumulate || piece.first > 0),
                 max_rank: self.adapters.map_or(0, |shrunk| shrunk.max_rank as u32),
+                chunks: self.adapters.map_or(0, |shrunk| shrunk.chunks as u32),
                 pad0: 0,
-                pad1: 0,
             };
             let columns = piece.rows.div_ceil(PER_LANE as usize);
             let buffers = [self.h, view, self.ids, self.topk_weights, u, pool, self.out];

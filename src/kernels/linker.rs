@@ -133,6 +133,8 @@ const SOURCES: &[(&str, &str)] = sources![
     "pair_shrink.wgsl",
     "pair_shrink_packed.wgsl",
     "pair_gemm.wgsl",
+    "pair_gemm_shrink.wgsl",
+    "pair_expand_shrink.wgsl",
     "dense_gemm.wgsl",
     "down_combine.wgsl",
     "activation.wgsl",

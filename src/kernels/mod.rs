@@ -25,6 +25,8 @@ pub mod fold_blocks;
 pub mod lora_gather;
 pub mod pair_shrink;
 pub mod pair_gemm;
+pub mod pair_gemm_shrink;
+pub mod pair_expand_shrink;
 pub mod dense_gemm;
 pub mod down_combine;
 pub mod activation;

@@ -46,10 +46,10 @@ params! {
         alpha: f32,
         /// Clamp of the clamped swiglu.
         limit: f32,
+        /// Parts whose sum u is.
+        chunks: u32,
         /// Padding.
         pad0: u32,
-        /// Padding.
-        pad1: u32,
     }
 }
 
@@ -138,8 +138,8 @@ impl PairGemm<'_> {
                 sorted_base,
                 alpha,
                 limit,
+                chunks: self.adapters.map_or(0, |shrunk| shrunk.chunks as u32),
                 pad0: 0,
-                pad1: 0,
             };
             let columns = (piece.rows / matrices).div_ceil((rows::SUBGROUPS * per_lane(kind.is_some())) as usize);
             // No more tiles than pairs; those that are not there end at once.

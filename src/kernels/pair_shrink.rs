@@ -73,13 +73,15 @@ pub struct PairShrink<'a> {
     pub status: &'a View,
 }
 
-/// What a [`PairShrink`] leaves for the products.
+/// What a [`PairShrink`] leaves for the products, or a [`PairExpandShrink`](super::pair_expand_shrink::PairExpandShrink).
 #[derive(Debug, Clone)]
 pub struct Shrunk {
-    /// u32 `[P, projections, 4 + max_rank]`.
+    /// u32 `[P, projections, 4 + chunks · max_rank]`.
     pub u: View,
     /// Rank that u has room for: a multiple of 8.
     pub max_rank: usize,
+    /// Parts whose sum u is.
+    pub chunks: usize,
     /// The factors of the site.
     pub pool: View,
 }
@@ -118,7 +120,7 @@ impl PairShrink<'_> {
         let vars = vars(rec.gpu().capabilities(), self.ids.is_none(), self.site.in_dim);
         let pipeline = pipeline(rec.gpu(), &PAIR_SHRINK, vars)?;
         self.dispatch(rec, pass, &pipeline, &u, max_rank, [self.site.in_dim / 4, 1]);
-        Ok(Shrunk { u, max_rank, pool: self.factors.pool(self.site).clone() })
+        Ok(Shrunk { u, max_rank, chunks: 1, pool: self.factors.pool(self.site).clone() })
     }
 
     /// Records the stage for rows that are packed, `[rows / row_div, in]` in the place of x. Returns u for a product that adds it:

@@ -11,7 +11,8 @@ use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
     activation, align, attention, attention_matrix, attention_split, combine, count, dense_gemm, down_combine, embed,
     expert_gemm, expert_gemm_direct, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather, lora_matrix, norm,
-    pack, pair_gemm, pair_shrink, random, rate, remap, rope, route, sample, stream, tile_rows,
+    pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate, remap, rope, route, sample,
+    stream, tile_rows,
 };
 use crate::plan::attention::{CUT, MATRIX_WIDTHS};
 use crate::plan::capabilities::Capabilities;
@@ -25,6 +26,7 @@ const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 /// Kinds of rows with their tile heights.
 const DENSE: [(&str, usize); 3] = [("dense", 1), ("dense", 4), ("dense", 8)];
 const PAIRS: [(&str, usize); 4] = [("pairs", 1), ("tiles", 1), ("tiles", 4), ("tiles", 8)];
+const FEW: [(&str, usize); 2] = [("pairs", 1), ("tiles", FEW_TILE)];
 /// Widths of a head that give different attention variants.
 const HEAD_DIMS: [usize; 5] = [24, 32, 64, 128, 256];
 
@@ -160,6 +162,7 @@ fn norms(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
 
 /// Those of few pairs.
 fn few_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
+    between(caps, all);
     let lanes = caps.row_lanes as usize;
     for in_dim in [3 * 8 * lanes, 4 * 8 * lanes] {
         for dense in [false, true] {
@@ -170,14 +173,30 @@ fn few_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
                 all.push((&dense_gemm::DENSE_GEMM, dense_gemm::vars(caps, dtype, cut, lora)));
             }
         }
+        for (dtype, (rows, tile)) in DTYPES.into_iter().flat_map(|dtype| FEW.map(|rows| (dtype, rows))) {
+            let vars = pair_gemm_shrink::vars(caps, dtype, rows, tile, in_dim);
+            all.push((&pair_gemm_shrink::PAIR_GEMM_SHRINK, vars));
+        }
         for (dtype, lora) in DTYPES.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
             all.push((&down_combine::DOWN_COMBINE, down_combine::vars(caps, dtype, lora, in_dim)));
             let kinds = ACTIVATIONS.into_iter().filter(|kind| kind.gated()).map(Some).chain([None]);
             for kind in kinds {
-                for (rows, tile) in [("pairs", 1), ("tiles", FEW_TILE)] {
+                for (rows, tile) in FEW {
                     let vars = pair_gemm::vars(caps, dtype, rows, tile, kind, lora, in_dim);
                     all.push((&pair_gemm::PAIR_GEMM, vars));
                 }
+            }
+        }
+    }
+}
+
+/// What stands between the products of few pairs, for experts of every width.
+fn between(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
+    for kind in ACTIVATIONS.into_iter().filter(|kind| kind.gated()) {
+        for n in 0..18 {
+            let variant = (&pair_expand_shrink::PAIR_EXPAND_SHRINK, pair_expand_shrink::vars(caps, kind, 1 << n));
+            if !all.contains(&variant) {
+                all.push(variant);
             }
         }
     }

@@ -6,8 +6,10 @@ use crate::kernels::combine::Combine;
 use crate::kernels::down_combine::DownCombine;
 use crate::kernels::expert_gemm::Rows;
 use crate::kernels::lora::{Factors, LoraSite};
+use crate::kernels::pair_expand_shrink::PairExpandShrink;
 use crate::kernels::pair_gemm::{self, PairGemm};
-use crate::kernels::pair_shrink::PairShrink;
+use crate::kernels::pair_gemm_shrink::{self, PairGemmShrink};
+use crate::kernels::pair_shrink::{PairShrink, Shrunk};
 use crate::kernels::{Recording, View};
 use crate::layer::{LoraBatch, MoeLayer, MoeTensors, Routed};
 use crate::plan::rows::{self, Few};
@@ -57,20 +59,23 @@ impl MoeLayer {
         };
 
         let h = rec.scratch("expert h", (rows * f * 4) as u64)?;
-        let adapters = shrunk(rec, pass, false, t.x)?;
-        PairGemm {
-            rows,
-            row_div: top_k,
-            select,
-            x: t.x,
-            weights: &self.gate_up,
-            activation: Some(self.activation),
-            adapters: adapters.as_ref(),
-            y: &h,
-        }
-        .record(rec, pass)?;
-
-        let adapters = shrunk(rec, pass, true, &h)?;
+        let adapters = if self.shrinks_beside(rec, t) {
+            self.gate_up_and_shrinks(rec, pass, t, select, ids, &h)?
+        } else {
+            let adapters = shrunk(rec, pass, false, t.x)?;
+            PairGemm {
+                rows,
+                row_div: top_k,
+                select,
+                x: t.x,
+                weights: &self.gate_up,
+                activation: Some(self.activation),
+                adapters: adapters.as_ref(),
+                y: &h,
+            }
+            .record(rec, pass)?;
+            shrunk(rec, pass, true, &h)?
+        };
         let (tokens, out, accumulate, topk_weights) = (t.tokens, t.out, t.accumulate, &routed.topk_weights);
         let (weights, adapters) = (&self.down, adapters.as_ref());
         if aligned.is_none() {
@@ -80,6 +85,33 @@ impl MoeLayer {
         let y = rec.scratch("expert y", (rows * d * 4) as u64)?;
         PairGemm { rows, row_div: 1, select, x: &h, weights, activation: None, adapters, y: &y }.record(rec, pass)?;
         Combine { tokens, top_k, hidden: d, y: &y, topk_weights, ids, out, accumulate }.record(rec, pass)
+    }
+
+    /// Whether both sites are shrunk beside other work: where there is something for both, and room for gate and up.
+    fn shrinks_beside(&self, rec: &Recording, t: &MoeTensors<'_>) -> bool {
+        let Some((batch, sites, _)) = t.lora else { return false };
+        let bytes = pair_gemm_shrink::bytes(t.tokens * self.shape.top_k, 2 * self.width, batch.max_rank);
+        t.adapts(&sites.gate_up) && t.adapts(&sites.down) && bytes <= rec.gpu().capabilities().max_binding_bytes
+    }
+
+    /// Records gate and up with their adapters and the activation into `h`, and the first half of those of down: two stages in which
+    /// nothing waits for a shrink alone.
+    fn gate_up_and_shrinks(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        t: &MoeTensors<'_>,
+        select: Rows<'_>,
+        ids: &View,
+        h: &View,
+    ) -> Result<Option<Shrunk>> {
+        let Some((batch, sites, factors)) = t.lora else { return Ok(None) };
+        let shrink = self.shrink(t, (batch, &sites.gate_up, factors), t.x, self.shape.top_k, ids);
+        let rows = shrink.rows;
+        let sums = PairGemmShrink { select, weights: &self.gate_up, shrink, down: &sites.down }.record(rec, pass)?;
+        let [pool, down_pool] = [&sites.gate_up, &sites.down].map(|site| factors.pool(site));
+        let (width, activation, sums, status) = (self.width, self.activation, &sums, t.status);
+        PairExpandShrink { rows, width, activation, sums, pool, down_pool, h, status }.record(rec, pass).map(Some)
     }
 
     /// The first half of the adapters of a site for each pair on its own; `ids` are those of this rank. Both ways of recording
