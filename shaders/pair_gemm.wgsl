@@ -27,16 +27,30 @@ struct PairGemmParams {
     limit: f32,
     // Parts whose sum u is, one behind the other.
     chunks: u32,
+    // Experts of a row of logits; 1: their weights are divided by their sum; and a factor on each.
+    experts: u32,
+    renormalise: u32,
+    scale: f32,
+    // Word of the weights in `topk`.
+    weights_base: u32,
     pad0: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: PairGemmParams;
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>; // [rows / row_div, K]
 @group(0) @binding(2) var<storage, read> w: array<vec4<u32>>; // [count, out_rows or twice that, K]
+{% if rows == "chosen" %}
+@group(0) @binding(3) var<storage, read> logits: array<f32>; // [P / row_div, E]
+{% else %}
 @group(0) @binding(3) var<storage, read> ids: array<i32>; // alignment, or ids [P]
+{% endif %}
 @group(0) @binding(4) var<storage, read> u: array<vec4<u32>>; // [P, projections, 1 + chunks max_rank / 4]
 @group(0) @binding(5) var<storage, read> pool: array<vec4<u32>>;
 @group(0) @binding(6) var<storage, read_write> y: array<f32>; // [P, y_stride]
+{% if rows == "chosen" %}
+@group(0) @binding(7) var<storage, read_write> topk: array<u32>; // i32 [P], f32 [P] from weights_base
+@group(0) @binding(8) var<storage, read_write> status: array<atomic<u32>>; // [1]
+{% endif %}
 
 {% include "shared/rows.wgsl" %}
 {% include "shared/weights.wgsl" %}
@@ -46,6 +60,9 @@ struct PairGemmParams {
 {% set gated = kind != "none" %}
 {% if gated %}
 {% include "shared/gate.wgsl" %}
+{% endif %}
+{% if rows == "chosen" %}
+{% include "shared/choose.wgsl" %}
 {% endif %}
 {% set matrices = 2 if gated else 1 %}
 {% set w_rows = matrices * per_lane %}
@@ -58,7 +75,17 @@ fn main(
 ) {
     // Pairs vary first, so that pairs of one expert read its rows at about the same time.
     let workgroup = group.yxz;
+    {% if rows == "chosen" %}
+    let writes = (group.y == 0u) & (subgroup == 0u);
+    {% endif %}
+    {% with writes = "writes" %}
     {% include "shared/tiles.wgsl" %}
+    {% endwith %}
+    {% if rows == "chosen" %}
+    if (writes && subgroup_lane == 0u && label < 0) {
+        atomicOr(&status[0], 1u);
+    }
+    {% endif %}
     if (label < i32(params.first) || label >= i32(params.first + params.count)) {
         return;
     }

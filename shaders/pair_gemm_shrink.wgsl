@@ -35,26 +35,48 @@ struct PairGemmShrinkParams {
     // Experts of this rank, and adapter slots.
     experts: u32,
     slots: u32,
+    // 1: weights of a token's experts are divided by their sum; and a factor on each.
+    renormalise: u32,
+    scale: f32,
+    // Word of the weights in `topk`.
+    weights_base: u32,
+    pad0: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: PairGemmShrinkParams;
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>; // [rows / row_div, K]
 @group(0) @binding(2) var<storage, read> w: array<vec4<u32>>; // [count, out_rows, K]
+{% set chooses = rows == "chosen" %}
+{% if chooses %}
+@group(0) @binding(3) var<storage, read> logits: array<f32>; // [P / row_div, E]
+{% else %}
 @group(0) @binding(3) var<storage, read> ids: array<i32>; // alignment, or `pair_ids`
 @group(0) @binding(4) var<storage, read> pair_ids: array<i32>; // [P], local
-@group(0) @binding(5) var<storage, read> pool: array<vec4<u32>>;
-@group(0) @binding(6) var<storage, read> index: array<Factor>; // [L, E_l, projections] from index_base, [L, E_l] from down_base
-@group(0) @binding(7) var<storage, read> token_lora_mapping: array<i32>; // [T]
+{% endif %}
+{% set next = 4 if chooses else 5 %}
+@group(0) @binding({{ next }}) var<storage, read> pool: array<vec4<u32>>;
+@group(0) @binding({{ next + 1 }}) var<storage, read> index: array<Factor>; // [L, E_l, projections] from index_base, [L, E_l] from down_base
+@group(0) @binding({{ next + 2 }}) var<storage, read> token_lora_mapping: array<i32>; // [T]
 // For each pair: the entry of down; first group of B, groups of a row of B, storage type, and 1 for an expert of this rank with
 // bits of the status, for each projection; u [projections, max_rank]. From y_base on f32 [P, y_stride].
-@group(0) @binding(8) var<storage, read_write> sums: array<u32>;
+@group(0) @binding({{ next + 3 }}) var<storage, read_write> sums: array<u32>;
+{% if chooses %}
+@group(0) @binding(8) var<storage, read_write> topk: array<u32>; // i32 [P], f32 [P] from weights_base
+{% endif %}
 
 {% include "shared/rows.wgsl" %}
 {% include "shared/weights.wgsl" %}
 {% include "shared/factors.wgsl" %}
+{% if chooses %}
+{% include "shared/choose.wgsl" %}
+{% endif %}
 
 fn shrink(pair: u32, row: u32, subgroup_lane: u32) {
-    {% with dense = false, reports = false, ids = "pair_ids" %}
+    {% if chooses %}
+    // The stages behind find the choice here.
+    let expert = chosen(pair, params.top_k, subgroup_lane, row == 0u);
+    {% endif %}
+    {% with dense = false, reports = false, ids = "chosen" if chooses else "pair_ids" %}
     {% include "shared/pair_factor.wgsl" %}
     {% endwith %}
     let next = index[params.down_base + select(0u, u32(slot) * params.experts + u32(id), known)];
@@ -64,7 +86,11 @@ fn shrink(pair: u32, row: u32, subgroup_lane: u32) {
     let at = pair * ((1u + params.projections) * 4u + params.projections * params.max_rank);
     if (r == 0u && subgroup_lane == 0u) {
         let held = (id >= 0) & (id < i32(params.experts));
+        {% if chooses %}
+        let status = select(0u, 2u, slot >= i32(params.slots)) | select(0u, 8u, id < 0);
+        {% else %}
         let status = select(0u, 2u, slot >= i32(params.slots)) | select(0u, 4u, id >= i32(params.experts));
+        {% endif %}
         let head = at + 4u + 4u * projection;
         sums[head] = factor.b;
         sums[head + 1u] = b_groups;
@@ -102,7 +128,9 @@ fn main(
         return;
     }
     let workgroup = vec3<u32>(group.y - params.shrink_tiles, group.x, group.z);
+    {% with writes = "false" %}
     {% include "shared/tiles.wgsl" %}
+    {% endwith %}
     if (label < i32(params.first) || label >= i32(params.first + params.count)) {
         return;
     }

@@ -25,14 +25,7 @@ struct RouteParams {
 var<workgroup> group_keys: array<u32, 32>;
 {% endif %}
 
-// The score of an expert with finite logit `x`; `most` is the largest logit of the row.
-fn score(x: f32, most: f32, total: f32) -> f32 {
-    {% if score == "sigmoid" %}
-    return 1.0 / (1.0 + exp(-x));
-    {% else %}
-    return exp(x - most) / total;
-    {% endif %}
-}
+{% include "shared/score.wgsl" %}
 
 @compute @workgroup_size({{ lanes }})
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
@@ -41,22 +34,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         return;
     }
     let row = token * params.experts;
-    {% for v in range(values) %}
-    let expert{{ v }} = lane * {{ values }}u + {{ v }}u;
-    let read{{ v }} = logits[row + min(expert{{ v }}, params.experts - 1u)];
-    {% endfor %}
-    var best = 0u;
-    {% for v in range(values) %}
-    let logit{{ v }} = select(0u, order_key(read{{ v }}), expert{{ v }} < params.experts);
-    best = max(best, logit{{ v }});
-    {% endfor %}
-    best = reduce_max_u32(best, lane);
-    let most = key_value(max(best, 1u));
-    var total = 0.0;
-    {% for v in range(values) %}
-    total = total + select(0.0, exp(key_value(max(logit{{ v }}, 1u)) - most), logit{{ v }} != 0u);
-    {% endfor %}
-    total = reduce_sum(total, lane);
+    {% include "shared/logits.wgsl" %}
+    {% include "shared/logit_total.wgsl" %}
 
     {% if groups %}
     // A group's score is its best expert, or the sum of its two best; only the best groups are candidates.
@@ -111,38 +90,13 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     {% else %}
     var key{{ v }} = logit{{ v }};
     {% endif %}
-    // The place of the expert among the chosen ones.
-    var place{{ v }} = 0xffffffffu;
     {% endfor %}
-    var found = 0u;
-    for (var k = 0u; k < params.top_k; k = k + 1u) {
-        var own = 0u;
-        {% for v in range(values) %}
-        own = max(own, key{{ v }});
-        {% endfor %}
-        let key = reduce_max_u32(own, lane);
-        // Lanes hold experts in order, so the first lane that has the key has the lowest id.
-        var taken = (first_lane(own == key, lane) != lane) | (key == 0u);
-        found = found + select(0u, 1u, key != 0u);
-        {% for v in range(values) %}
-        let mine{{ v }} = !taken & (key{{ v }} == key);
-        key{{ v }} = select(key{{ v }}, 0u, mine{{ v }});
-        place{{ v }} = select(place{{ v }}, k, mine{{ v }});
-        taken = taken | mine{{ v }};
-        {% endfor %}
-    }
+    {% with top_k = "params.top_k" %}
+    {% include "shared/places.wgsl" %}
+    {% endwith %}
 
     let at = token * params.top_k;
-    var sum = 0.0;
-    {% for v in range(values) %}
-    let weight{{ v }} = score(key_value(max(logit{{ v }}, 1u)), most, total);
-    sum = sum + select(0.0, weight{{ v }}, place{{ v }} != 0xffffffffu);
-    {% endfor %}
-    sum = reduce_sum(sum, lane);
-    var factor = params.scale;
-    if (params.renormalise != 0u && sum > 0.0) {
-        factor = factor / sum;
-    }
+    {% include "shared/choice_weights.wgsl" %}
     {% for v in range(values) %}
     if (place{{ v }} != 0xffffffffu) {
         topk_ids[at + place{{ v }}] = i32(expert{{ v }});

@@ -95,24 +95,24 @@ pub struct Routed {
 }
 
 impl MoeLayer {
-    /// Records the layer into the caller's pass. Nothing is submitted. A rank without experts or columns routes, so that the
-    /// status is the same on all ranks, and adds nothing.
+    /// Records the layer into the caller's pass, and returns what the router chooses there. Nothing is submitted. A rank without
+    /// experts or columns routes, so that the status is the same on all ranks, and adds nothing. Few tokens on a rank that holds all
+    /// experts are routed by their first product.
     ///
     /// # Errors
     /// Those of [`route`](Self::route) and [`experts`](Self::experts).
-    pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, t: &MoeTensors<'_>) -> Result<()> {
+    pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, t: &MoeTensors<'_>) -> Result<Routed> {
+        if self.chooses_late(rec, t) {
+            return self.record_choosing(rec, pass, t);
+        }
         let routed = self.route(rec, pass, t)?;
-        self.experts(rec, pass, t, &routed)
+        self.experts(rec, pass, t, &routed)?;
+        Ok(routed)
     }
 
-    /// Records the router, its adapters and the choice of experts.
-    ///
-    /// # Errors
-    /// When the device refuses a shader or has no room for scratch.
-    pub fn route(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, t: &MoeTensors<'_>) -> Result<Routed> {
-        let MoeShape { experts: e, top_k: a, .. } = self.shape;
-        let pairs = t.tokens * a;
-        let logits = rec.scratch("router logits", (t.tokens * e * 4) as u64)?;
+    /// Records the router and its adapters, and returns the logits, f32 `[T, E]`.
+    fn router(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, t: &MoeTensors<'_>) -> Result<View> {
+        let logits = rec.scratch("router logits", (t.tokens * self.shape.experts * 4) as u64)?;
         let adapters = t.lora.and_then(|(batch, sites, factors)| Some((batch, sites.router.as_ref()?, factors)));
         Dense {
             tokens: t.tokens,
@@ -125,6 +125,17 @@ impl MoeLayer {
             status: t.status,
         }
         .record(rec, pass)?;
+        Ok(logits)
+    }
+
+    /// Records the router, its adapters and the choice of experts.
+    ///
+    /// # Errors
+    /// When the device refuses a shader or has no room for scratch.
+    pub fn route(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, t: &MoeTensors<'_>) -> Result<Routed> {
+        let MoeShape { experts: e, top_k: a, .. } = self.shape;
+        let pairs = t.tokens * a;
+        let logits = self.router(rec, pass, t)?;
         let topk_ids = rec.scratch("topk_ids", (pairs * 4) as u64)?;
         let topk_weights = rec.scratch("topk_weights", (pairs * 4) as u64)?;
         Route {

@@ -10,13 +10,14 @@ mod gpu_run;
 mod held;
 
 use common::{Rng, Routing, TOL_F32, UNWRITTEN_F32, each_case, rel_err};
-use gpu_run::{Output, run, upload, weights};
+use gpu_run::{Output, read, run, upload, weights};
 use held::{Held, MIXED, Slots};
 use wgmoe::Gpu;
 use wgmoe::activation::Activation;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::Recording;
 use wgmoe::kernels::align::Align;
+use wgmoe::kernels::choice::{self, Choice, Topk};
 use wgmoe::kernels::down_combine::DownCombine;
 use wgmoe::kernels::expert_gemm::Rows;
 use wgmoe::kernels::lora::{Factors, LoraSite};
@@ -24,9 +25,10 @@ use wgmoe::kernels::pair_expand_shrink::PairExpandShrink;
 use wgmoe::kernels::pair_gemm::{self, PairGemm};
 use wgmoe::kernels::pair_gemm_shrink::{self, PairGemmShrink};
 use wgmoe::kernels::pair_shrink::{PairShrink, Shrunk};
+use wgmoe::kernels::route::Route;
 use wgmoe::plan::rows::FEW_TILE;
 use wgmoe::reference;
-use wgmoe::router::{NoAdapter, STATUS_ID, STATUS_SLOT};
+use wgmoe::router::{NoAdapter, RouteOptions, STATUS_ID, STATUS_NON_FINITE, STATUS_SLOT, Score};
 
 const CLAMPED: Activation = Activation::SwigluClamped { alpha: 1.702, limit: 7.0 };
 
@@ -229,6 +231,7 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
                 rows: pairs,
                 row_div: top_k,
                 select,
+                choice: None,
                 x: &x.view,
                 weights: &gate_up,
                 activation: Some(activation),
@@ -240,7 +243,7 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
         };
         let shrunk = if case.beside {
             let (weights, shrink, down) = (&gate_up, shrink(false, &x.view), &second_site);
-            let sums = PairGemmShrink { select, weights, shrink, down }.record(rec, pass)?;
+            let sums = PairGemmShrink { select, choice: None, weights, shrink, down }.record(rec, pass)?;
             let (rows, width, sums, h, status) = (pairs, f, &sums, &h.view, &status.view);
             let [pool, down_pool] = [&first_site, &second_site].map(|site| factors.pool(site));
             let stage = PairExpandShrink { rows, width, activation, sums, pool, down_pool, h, status };
@@ -261,7 +264,8 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
             accumulate,
         }
         .record(rec, pass)?;
-        PairGemm { rows: pairs, row_div: 1, select, x: &h.view, weights, activation: None, adapters, y: &y.view }
+        let (rows, row_div, choice, activation) = (pairs, 1, None, None);
+        PairGemm { rows, row_div, select, choice, x: &h.view, weights, activation, adapters, y: &y.view }
             .record(rec, pass)
     });
     compare("h", &h.read(gpu), &expected_h, &ids)?;
@@ -310,5 +314,127 @@ fn few_pairs_take_any_widths_and_cuts() {
     }
     for gpu in device::every_along_depth() {
         each_case(&cases, |case| check(&gpu, case));
+    }
+}
+
+/// Pairs whose experts a stage of its own chooses, or the first product.
+#[derive(Debug, Clone, Copy)]
+struct Chosen {
+    tokens: usize,
+    experts: usize,
+    top_k: usize,
+    options: RouteOptions,
+    slots: Slots,
+    /// Experts of a binding.
+    cut: Option<usize>,
+}
+
+/// h, ids, weights and the status after gate and up.
+fn gate_and_up(gpu: &Gpu, case: &Chosen, late: bool) -> (Vec<f32>, Vec<i32>, Vec<f32>, u32) {
+    let Chosen { tokens, experts, top_k, options, slots, cut } = *case;
+    let (pairs, [d, f]) = (tokens * top_k, [72, 40]);
+    let mut rng = Rng::new(17);
+    let mut logits = rng.floats(tokens * experts);
+    // Ties, which the lower id wins; the last row has fewer finite logits than places.
+    logits[experts / 2] = logits[0].max(0.9);
+    logits[0] = logits[experts / 2];
+    let last = &mut logits[(tokens - 1) * experts..];
+    last[top_k - 1..].fill(f32::NAN);
+    last[0] = f32::NEG_INFINITY;
+    let x = rng.floats(tokens * d);
+    let limit = cut.map_or(u64::MAX, |count| (count * 2 * f * d * 2) as u64);
+    let (weights, _) = weights(gpu, DType::Bf16, [experts, 2 * f, d], &rng.floats(experts * 2 * f * d), limit);
+    let (mut pools, mut index) = ([48, 80].map(|n| vec![0xffu8; n]), Vec::new());
+    let sizes = Case { experts, hidden: d, width: f, slots, ..CASE };
+    let (site, _) = site(&sizes, &mut rng, &mut pools[0], &mut index, false);
+    let (down, _) = self::site(&sizes, &mut rng, &mut pools[1], &mut index, true);
+    let pools = pools.iter().map(|pool| upload(gpu, pool)).collect();
+    let factors = Factors { pools, index: upload(gpu, &index), empty: Vec::new() };
+    let mapping: Vec<i32> = (0..tokens).map(|t| (t % (slots.len() + 2)) as i32 - 1).collect();
+    let (x, logits, mapping) = (upload(gpu, &x), upload(gpu, &logits), upload(gpu, &mapping));
+    let (h, status) = (Output::new(gpu, pairs * f, UNWRITTEN_F32), Output::new(gpu, 1, 0u32));
+    let routed = run(gpu, |rec, pass| {
+        let topk = Topk::scratch(rec, pairs)?;
+        let (logits, status, options) = (&logits, &status.view, &options);
+        let choice = Choice { options, experts, logits, topk: &topk, status };
+        let (ids, topk_weights) = if late {
+            (topk.ids(), topk.weights())
+        } else {
+            let [topk_ids, topk_weights] =
+                [rec.scratch("ids", pairs as u64 * 4)?, rec.scratch("weights", pairs as u64 * 4)?];
+            let (bias, topk_ids, topk_weights) = (None, &topk_ids, &topk_weights);
+            Route { tokens, experts, top_k, options, logits, bias, topk_ids, topk_weights, status }
+                .record(rec, pass)?;
+            (topk_ids.clone(), topk_weights.clone())
+        };
+        let (rows, row_div, select, choice) = (pairs, top_k, Rows::Pairs(&ids), late.then_some(&choice));
+        let (x, h, weights, activation) = (&x, &h.view, &weights, Activation::Silu);
+        if slots.is_empty() {
+            let (activation, adapters, y) = (Some(activation), None, h);
+            PairGemm { rows, row_div, select, choice, x, weights, activation, adapters, y }.record(rec, pass)?;
+        } else {
+            let (max_rank, token_lora_mapping, ids) = (held::max_rank(slots), &mapping, Some(&ids));
+            let (slots, site, factors) = (slots.len(), &site, &factors);
+            let shrink = PairShrink {
+                rows,
+                row_div,
+                top_k,
+                experts,
+                slots,
+                max_rank,
+                site,
+                factors,
+                x,
+                ids,
+                token_lora_mapping,
+                status,
+            };
+            let sums = &PairGemmShrink { select, choice, weights, shrink, down: &down }.record(rec, pass)?;
+            let [pool, down_pool] = [site, &down].map(|site| factors.pool(site));
+            PairExpandShrink { rows, width: f, activation, sums, pool, down_pool, h, status }.record(rec, pass)?;
+        }
+        Ok((ids, topk_weights))
+    });
+    // Views of one buffer begin where they say.
+    let words = |view: &wgmoe::kernels::View| -> Vec<u32> {
+        let begin = view.offset as usize / 4;
+        read::<u32>(gpu, &wgmoe::kernels::View::whole(&view.buffer), begin + pairs)[begin..].to_vec()
+    };
+    let ids = words(&routed.0).into_iter().map(u32::cast_signed).collect();
+    (h.read(gpu), ids, words(&routed.1).into_iter().map(f32::from_bits).collect(), status.read(gpu)[0])
+}
+
+#[test]
+fn a_product_that_chooses_its_experts_does_what_route_does() {
+    let softmax = RouteOptions { scale: 2.5, ..RouteOptions::default() };
+    let sigmoid = RouteOptions { score: Score::Sigmoid, ..softmax };
+    let raw = RouteOptions { renormalise: false, ..RouteOptions::default() };
+    for gpu in device::every_along_depth() {
+        let lanes = gpu.capabilities().row_lanes as usize;
+        let whole = Chosen { tokens: 1, experts: lanes, top_k: 8.min(lanes), options: softmax, slots: &[], cut: None };
+        let mut cases = Vec::new();
+        for (experts, top_k) in [(5, 2), (lanes, 8.min(lanes)), (2 * lanes + 1, 3), (8 * lanes, 6)] {
+            cases.push(Chosen { experts, top_k, ..whole });
+            cases.push(Chosen { experts, top_k, tokens: 7, slots: MIXED, cut: Some(3), ..whole });
+        }
+        for options in [sigmoid, raw] {
+            cases.push(Chosen { options, slots: MIXED, ..whole });
+            cases.push(Chosen { options, tokens: 4, cut: Some(2), ..whole });
+        }
+        each_case(&cases, |case| {
+            assert!(choice::possible(gpu.capabilities(), &case.options, case.experts, case.top_k));
+            let [(h, ids, weights, status), expected] = [true, false].map(|late| gate_and_up(&gpu, case, late));
+            if ids != expected.1 || status != expected.3 || status & STATUS_NON_FINITE == 0 {
+                return Err(format!("{ids:?}, {:?}; status {status}, {}", expected.1, expected.3));
+            }
+            let off = rel_err(&weights, &expected.2);
+            if off > TOL_F32 || h.iter().zip(&expected.0).any(|(ours, theirs)| ours.to_bits() != theirs.to_bits()) {
+                return Err(format!("weights are off by {off}, or h differs"));
+            }
+            Ok(())
+        });
+        let caps = gpu.capabilities();
+        let grouped = RouteOptions { groups: 2, ..softmax };
+        assert!(!choice::possible(caps, &grouped, 8, 2) && !choice::possible(caps, &softmax, 8 * lanes + 1, 2));
     }
 }

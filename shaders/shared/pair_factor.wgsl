@@ -3,6 +3,8 @@
 // to others.
 {% if dense %}
 let id = 0;
+{% elif ids == "chosen" %}
+let id = expert;
 {% else %}
 let id = {{ ids }}[pair];
 {% endif %}

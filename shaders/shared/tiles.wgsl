@@ -2,6 +2,7 @@
 // of what `label` names. `rows` is one of
 //   tiles  a tile of {{ tile }} pairs of one expert, from `align`; `ids` is its output
 //   pairs  a single pair, `ids` holds the id of each: few pairs share an expert, so sorting would not pay
+//   chosen  the same, but its id is chosen here (`choose`), from the logits of its row
 //   dense  {{ tile }} consecutive rows, one matrix for all
 let item = folded(workgroup);
 {% if rows == "tiles" %}
@@ -14,6 +15,11 @@ if (item >= params.rows) {
     return;
 }
 let label = ids[item];
+{% elif rows == "chosen" %}
+if (item >= params.rows) {
+    return;
+}
+let label = chosen(item, params.row_div, subgroup_lane, {{ writes }});
 {% else %}
 if (item * {{ tile }}u >= params.rows) {
     return;

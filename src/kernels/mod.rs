@@ -23,6 +23,7 @@ pub mod lora;
 pub mod lora_matrix;
 pub mod fold_blocks;
 pub mod lora_gather;
+pub mod choice;
 pub mod pair_shrink;
 pub mod pair_gemm;
 pub mod pair_gemm_shrink;

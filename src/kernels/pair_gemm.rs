@@ -4,6 +4,7 @@ use crate::activation::Activation;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::activation;
+use crate::kernels::choice::{self, Choice};
 use crate::kernels::expert_gemm::{Rows, Weights};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::pair_shrink::Shrunk;
@@ -14,6 +15,8 @@ use crate::plan::rows;
 
 /// The shader.
 pub static PAIR_GEMM: Kernel = Kernel { stem: "pair_gemm", reads: 5, writes: 1 };
+/// The same shader, which chooses the experts, too.
+pub static PAIR_GEMM_CHOOSING: Kernel = Kernel { stem: "pair_gemm", reads: 5, writes: 3 };
 
 params! {
     /// Sizes of one product with one piece of the weights.
@@ -48,6 +51,14 @@ params! {
         limit: f32,
         /// Parts whose sum u is.
         chunks: u32,
+        /// E.
+        experts: u32,
+        /// 1: the weights of a token are divided by their sum.
+        renormalise: u32,
+        /// Factor on every weight, after that.
+        scale: f32,
+        /// Word of the weights behind the ids.
+        weights_base: u32,
         /// Padding.
         pad0: u32,
     }
@@ -62,6 +73,8 @@ pub struct PairGemm<'a> {
     pub row_div: usize,
     /// Which rows meet which matrix; never dense.
     pub select: Rows<'a>,
+    /// The ids of single pairs are not chosen yet: this product does it.
+    pub choice: Option<&'a Choice<'a>>,
     /// f32 `[rows / row_div, in]`.
     pub x: &'a View,
     /// `[E_l, out, in]`, or gate and up `[E_l, 2 out, in]`, which [`gated`] takes.
@@ -116,8 +129,12 @@ impl PairGemm<'_> {
         let tile = if let Rows::Tiles(aligned) = self.select { aligned.tile } else { 1 };
         let Weights { dtype, out_dim, in_dim, .. } = *self.weights;
         let (lora, kind) = (self.adapters.is_some(), self.activation);
-        let vars = vars(rec.gpu().capabilities(), dtype, self.select.name(), tile, kind, lora, in_dim);
-        let pipeline = pipeline(rec.gpu(), &PAIR_GEMM, vars)?;
+        let caps = rec.gpu().capabilities();
+        let rows = if self.choice.is_some() { choice::ROWS } else { self.select.name() };
+        let mut vars = vars(caps, dtype, rows, tile, kind, lora, in_dim);
+        vars.extend(self.choice.iter().flat_map(|c| choice::vars(caps, c.options, c.experts)));
+        let kernel = if self.choice.is_some() { &PAIR_GEMM_CHOOSING } else { &PAIR_GEMM };
+        let pipeline = pipeline(rec.gpu(), kernel, vars)?;
         let (ids, expert_base, sorted_base) = self.select.ids(self.x);
         let (alpha, limit) = kind.map_or((0.0, 0.0), activation::constants);
         let matrices = if kind.is_some() { 2 } else { 1 };
@@ -139,12 +156,19 @@ impl PairGemm<'_> {
                 alpha,
                 limit,
                 chunks: self.adapters.map_or(0, |shrunk| shrunk.chunks as u32),
+                experts: self.choice.map_or(0, |c| c.experts as u32),
+                renormalise: self.choice.map_or(0, |c| u32::from(c.options.renormalise)),
+                scale: self.choice.map_or(0.0, |c| c.options.scale),
+                weights_base: self.choice.map_or(0, |c| c.topk.weights_base() as u32),
                 pad0: 0,
             };
             let columns = (piece.rows / matrices).div_ceil((rows::SUBGROUPS * per_lane(kind.is_some())) as usize);
             // No more tiles than pairs; those that are not there end at once.
             let grid = Grid::Direct([self.rows as u32, columns as u32, 1]);
-            rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &[self.x, view, ids, u, pool, self.y], &grid);
+            let ids = self.choice.map_or(ids, |c| c.logits);
+            let mut buffers = vec![self.x, view, ids, u, pool, self.y];
+            buffers.extend(self.choice.iter().flat_map(|c| [c.topk.view(), c.status]));
+            rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         }
         Ok(())
     }

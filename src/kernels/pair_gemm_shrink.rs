@@ -2,6 +2,7 @@
 
 use crate::dtype::DType;
 use crate::error::Result;
+use crate::kernels::choice::{self, Choice};
 use crate::kernels::expert_gemm::{Rows, Weights};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::lora::LoraSite;
@@ -13,6 +14,8 @@ use crate::plan::rows;
 
 /// The shader.
 pub static PAIR_GEMM_SHRINK: Kernel = Kernel { stem: "pair_gemm_shrink", reads: 7, writes: 1 };
+/// The same shader, which chooses the experts, too.
+pub static PAIR_GEMM_SHRINK_CHOOSING: Kernel = Kernel { stem: "pair_gemm_shrink", reads: 6, writes: 2 };
 
 params! {
     /// Sizes of one product with one piece of the weights, and of the shrink beside the first of them.
@@ -57,6 +60,14 @@ params! {
         experts: u32,
         /// L.
         slots: u32,
+        /// 1: the weights of a token are divided by their sum.
+        renormalise: u32,
+        /// Factor on every weight, after that.
+        scale: f32,
+        /// Word of the weights behind the ids.
+        weights_base: u32,
+        /// Padding.
+        pad0: u32,
     }
 }
 
@@ -66,6 +77,8 @@ params! {
 pub struct PairGemmShrink<'a> {
     /// Which rows meet which matrix; never dense.
     pub select: Rows<'a>,
+    /// The ids of single pairs are not chosen yet: this product does it. Its status is left for the next stage.
+    pub choice: Option<&'a Choice<'a>>,
     /// `[E_l, out, in]`.
     pub weights: &'a Weights,
     /// The shrink of the two projections, and what it has in common with the product.
@@ -127,8 +140,12 @@ impl PairGemmShrink<'_> {
         let PairShrink { rows, row_div, top_k, experts, slots, site, factors, x, .. } = self.shrink;
         let pair_ids = self.shrink.ids.unwrap_or(x);
         let (projections, max_rank) = (site.out_dims.len(), self.shrink.max_rank.next_multiple_of(8));
-        let vars = vars(rec.gpu().capabilities(), dtype, self.select.name(), tile, in_dim);
-        let pipeline = pipeline(rec.gpu(), &PAIR_GEMM_SHRINK, vars)?;
+        let caps = rec.gpu().capabilities();
+        let selected = if self.choice.is_some() { choice::ROWS } else { self.select.name() };
+        let mut vars = vars(caps, dtype, selected, tile, in_dim);
+        vars.extend(self.choice.iter().flat_map(|c| choice::vars(caps, c.options, c.experts)));
+        let kernel = if self.choice.is_some() { &PAIR_GEMM_SHRINK_CHOOSING } else { &PAIR_GEMM_SHRINK };
+        let pipeline = pipeline(rec.gpu(), kernel, vars)?;
         let (ids, expert_base, sorted_base) = self.select.ids(x);
         let y_base = y_base(rows, max_rank);
         let sums = rec.scratch("pair sums", bytes(rows, out_dim, max_rank))?;
@@ -155,12 +172,19 @@ impl PairGemmShrink<'_> {
                 top_k: top_k as u32,
                 experts: experts as u32,
                 slots: slots as u32,
+                renormalise: self.choice.map_or(0, |c| u32::from(c.options.renormalise)),
+                scale: self.choice.map_or(0.0, |c| c.options.scale),
+                weights_base: self.choice.map_or(0, |c| c.topk.weights_base() as u32),
+                pad0: 0,
             };
             let columns = piece.rows.div_ceil((rows::SUBGROUPS * PER_LANE) as usize);
             // No more tiles than pairs; those that are not there end at once.
             let grid = Grid::Direct([rows as u32, (shrink_tiles + columns) as u32, 1]);
             let (pool, index, mapping) = (factors.pool(site), &factors.index, self.shrink.token_lora_mapping);
-            let buffers = [x, view, ids, pair_ids, pool, index, mapping, &sums];
+            let buffers = match self.choice {
+                Some(c) => [x, view, c.logits, pool, index, mapping, &sums, c.topk.view()],
+                None => [x, view, ids, pair_ids, pool, index, mapping, &sums],
+            };
             rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         }
         let part = |begin: usize, end: u64| View {

@@ -9,9 +9,9 @@ use crate::kernels::dense_gemm::Cut;
 use crate::kernels::expert_gemm_matrix::Flags;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
-    activation, align, attention, attention_matrix, attention_split, combine, count, dense_gemm, down_combine, embed,
-    expert_gemm, expert_gemm_direct, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather, lora_matrix, norm,
-    pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate, remap, rope, route, sample,
+    activation, align, attention, attention_matrix, attention_split, choice, combine, count, dense_gemm, down_combine,
+    embed, expert_gemm, expert_gemm_direct, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather, lora_matrix,
+    norm, pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate, remap, rope, route, sample,
     stream, tile_rows,
 };
 use crate::plan::attention::{CUT, MATRIX_WIDTHS};
@@ -163,6 +163,7 @@ fn norms(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
 /// Those of few pairs.
 fn few_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
     between(caps, all);
+    choosing(caps, all);
     let lanes = caps.row_lanes as usize;
     for in_dim in [3 * 8 * lanes, 4 * 8 * lanes] {
         for dense in [false, true] {
@@ -185,6 +186,24 @@ fn few_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
                     let vars = pair_gemm::vars(caps, dtype, rows, tile, kind, lora, in_dim);
                     all.push((&pair_gemm::PAIR_GEMM, vars));
                 }
+            }
+        }
+    }
+}
+
+/// Products of few pairs that choose their experts, by every number of logits of a lane and both scores.
+fn choosing(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
+    let lanes = caps.row_lanes as usize;
+    let softmax = [1, 2, 4, 8].map(|values| (Score::Softmax, values));
+    for (score, values) in softmax.into_iter().chain([(Score::Sigmoid, 4)]) {
+        let options = RouteOptions { score, ..RouteOptions::default() };
+        let chosen = |of_product: Vars| [of_product, choice::vars(caps, &options, values * lanes)].concat();
+        for (dtype, in_dim) in DTYPES.into_iter().flat_map(|dtype| [3, 4].map(|n| (dtype, n * 8 * lanes))) {
+            let vars = pair_gemm_shrink::vars(caps, dtype, choice::ROWS, 1, in_dim);
+            all.push((&pair_gemm_shrink::PAIR_GEMM_SHRINK_CHOOSING, chosen(vars)));
+            for kind in ACTIVATIONS.into_iter().filter(|kind| kind.gated()) {
+                let vars = pair_gemm::vars(caps, dtype, choice::ROWS, 1, Some(kind), false, in_dim);
+                all.push((&pair_gemm::PAIR_GEMM_CHOOSING, chosen(vars)));
             }
         }
     }

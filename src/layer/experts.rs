@@ -66,7 +66,7 @@ impl MoeLayer {
         };
 
         if let Some(few) = self.few(rec, t) {
-            return self.few_pairs(rec, pass, t, routed, &ids, few);
+            return self.few_pairs(rec, pass, t, routed, &ids, (few, None));
         }
         if let Some(tile) = self.matrix_tile(&caps, pairs) {
             return self.on_matrices(rec, pass, t, routed, &ids, tile);

@@ -2,6 +2,7 @@
 
 use crate::error::Result;
 use crate::kernels::align::Align;
+use crate::kernels::choice::{self, Choice, Topk};
 use crate::kernels::combine::Combine;
 use crate::kernels::down_combine::DownCombine;
 use crate::kernels::expert_gemm::Rows;
@@ -13,6 +14,7 @@ use crate::kernels::pair_shrink::{PairShrink, Shrunk};
 use crate::kernels::{Recording, View};
 use crate::layer::{LoraBatch, MoeLayer, MoeTensors, Routed};
 use crate::plan::rows::{self, Few};
+use crate::shape::MoeShape;
 
 impl MoeLayer {
     /// How this layer takes the tokens of `t`, where they are few.
@@ -21,7 +23,34 @@ impl MoeLayer {
         pair_gemm::gated(&self.gate_up).then_some(few)
     }
 
-    /// Records the experts of few pairs; `ids` are those of this rank.
+    /// Whether the first product chooses the experts: where single pairs meet them, on the rank that holds them all, and no other stage
+    /// wants the ids before.
+    pub(super) fn chooses_late(&self, rec: &Recording, t: &MoeTensors<'_>) -> bool {
+        let MoeShape { experts, top_k, .. } = self.shape;
+        let rank = self.owners.is_none() && self.experts == experts && self.width > 0;
+        rank && self.few(rec, t) == Some(Few::Single)
+            && self.activation.gated()
+            && choice::possible(rec.gpu().capabilities(), &self.options, experts, top_k)
+            && (t.lora.is_none() || self.shrinks_beside(rec, t))
+    }
+
+    /// Records a layer that [`chooses_late`](Self::chooses_late).
+    pub(super) fn record_choosing(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        t: &MoeTensors<'_>,
+    ) -> Result<Routed> {
+        let MoeShape { experts, top_k, .. } = self.shape;
+        let logits = &self.router(rec, pass, t)?;
+        let topk = &Topk::scratch(rec, t.tokens * top_k)?;
+        let routed = Routed { topk_ids: topk.ids(), local: false, topk_weights: topk.weights() };
+        let choice = Choice { options: &self.options, experts, logits, topk, status: t.status };
+        self.few_pairs(rec, pass, t, &routed, &routed.topk_ids, (Few::Single, Some(&choice)))?;
+        Ok(routed)
+    }
+
+    /// Records the experts of few pairs; `ids` are those of this rank, which the first product writes if there is a choice.
     pub(super) fn few_pairs(
         &self,
         rec: &mut Recording,
@@ -29,7 +58,7 @@ impl MoeLayer {
         t: &MoeTensors<'_>,
         routed: &Routed,
         ids: &View,
-        few: Few,
+        (few, choice): (Few, Option<&Choice<'_>>),
     ) -> Result<()> {
         let (top_k, d, f) = (self.shape.top_k, self.shape.hidden, self.width);
         let rows = t.tokens * top_k;
@@ -60,13 +89,14 @@ impl MoeLayer {
 
         let h = rec.scratch("expert h", (rows * f * 4) as u64)?;
         let adapters = if self.shrinks_beside(rec, t) {
-            self.gate_up_and_shrinks(rec, pass, t, select, ids, &h)?
+            self.gate_up_and_shrinks(rec, pass, t, (select, choice), ids, &h)?
         } else {
             let adapters = shrunk(rec, pass, false, t.x)?;
             PairGemm {
                 rows,
                 row_div: top_k,
                 select,
+                choice,
                 x: t.x,
                 weights: &self.gate_up,
                 activation: Some(self.activation),
@@ -83,7 +113,8 @@ impl MoeLayer {
                 .record(rec, pass);
         }
         let y = rec.scratch("expert y", (rows * d * 4) as u64)?;
-        PairGemm { rows, row_div: 1, select, x: &h, weights, activation: None, adapters, y: &y }.record(rec, pass)?;
+        let (row_div, choice, activation) = (1, None, None);
+        PairGemm { rows, row_div, select, choice, x: &h, weights, activation, adapters, y: &y }.record(rec, pass)?;
         Combine { tokens, top_k, hidden: d, y: &y, topk_weights, ids, out, accumulate }.record(rec, pass)
     }
 
@@ -101,14 +132,15 @@ impl MoeLayer {
         rec: &mut Recording,
         pass: &mut wgpu::ComputePass<'_>,
         t: &MoeTensors<'_>,
-        select: Rows<'_>,
+        (select, choice): (Rows<'_>, Option<&Choice<'_>>),
         ids: &View,
         h: &View,
     ) -> Result<Option<Shrunk>> {
         let Some((batch, sites, factors)) = t.lora else { return Ok(None) };
         let shrink = self.shrink(t, (batch, &sites.gate_up, factors), t.x, self.shape.top_k, ids);
         let rows = shrink.rows;
-        let sums = PairGemmShrink { select, weights: &self.gate_up, shrink, down: &sites.down }.record(rec, pass)?;
+        let (weights, down) = (&self.gate_up, &sites.down);
+        let sums = PairGemmShrink { select, choice, weights, shrink, down }.record(rec, pass)?;
         let [pool, down_pool] = [&sites.gate_up, &sites.down].map(|site| factors.pool(site));
         let (width, activation, sums, status) = (self.width, self.activation, &sums, t.status);
         PairExpandShrink { rows, width, activation, sums, pool, down_pool, h, status }.record(rec, pass).map(Some)

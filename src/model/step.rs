@@ -282,12 +282,12 @@ impl LayerStep<'_> {
                 let lora = t.lora.as_ref().map(|batch| (batch, sites, factors));
                 let tensors =
                     MoeTensors { tokens: t.rows, x: &x, out: hidden, accumulate: residual, status: t.status, lora };
-                let routed = moe.route(rec, pass, &tensors)?;
+                let routed = moe.record(rec, pass, &tensors)?;
                 if let Some(counts) = t.routing_counts {
                     let (valid_pairs, experts, topk_ids) = (t.rows * c.moe.top_k, c.moe.experts, &routed.topk_ids);
                     Count { valid_pairs, experts, layer: self.layer, topk_ids, counts }.record(rec, pass)?;
                 }
-                moe.experts(rec, pass, &tensors, &routed)
+                Ok(())
             }
             Mlp::Dense { gate_up, down } => {
                 let f = c.dense_width;

@@ -28,6 +28,7 @@ pub const SHAPE: MoeShape = MoeShape { experts: 8, top_k: 3, hidden: 24, expert_
 const SCRATCH: [&str; 23] = [
     "router logits",
     "topk_ids",
+    "topk",
     "topk_weights",
     "local_ids",
     "quotas",
@@ -227,7 +228,8 @@ impl OnDevice {
             status: &self.status.view,
             lora: lora.as_ref().map(|(batch, sites, factors)| (batch, *sites, *factors)),
         };
-        layer.record(rec, pass, &tensors)
+        layer.record(rec, pass, &tensors)?;
+        Ok(())
     }
 
     /// Where the output and the status word lie.

@@ -158,9 +158,7 @@ impl<'a> Runner<'a> {
             let (sites, factors) = pool.layer(0);
             let lora = input.lora.as_ref().map(|batch| (batch, sites, factors));
             let tensors = MoeTensors { tokens, x: &input.x, out, accumulate: false, status, lora };
-            let routed = layer.route(rec, &mut pass, &tensors)?;
-            layer.experts(rec, &mut pass, &tensors, &routed)?;
-            routed
+            layer.record(rec, &mut pass, &tensors)?
         };
         Ok((encoder.finish(), routed))
     }

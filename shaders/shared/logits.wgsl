@@ -1,0 +1,8 @@
+// The {{ values }} logits of this lane in the row that begins at `row`, as words that order like them: `logit0`.. of `expert0`..
+{% for v in range(values) %}
+let expert{{ v }} = lane * {{ values }}u + {{ v }}u;
+let read{{ v }} = logits[row + min(expert{{ v }}, params.experts - 1u)];
+{% endfor %}
+{% for v in range(values) %}
+let logit{{ v }} = select(0u, order_key(read{{ v }}), expert{{ v }} < params.experts);
+{% endfor %}

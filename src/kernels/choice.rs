@@ -1,0 +1,84 @@
+//! The choice of experts inside the first product of few pairs, in the place of [`Route`](crate::kernels::route::Route).
+
+use crate::error::Result;
+use crate::kernels::linker::Vars;
+use crate::kernels::route;
+use crate::kernels::{Recording, View};
+use crate::plan::capabilities::Capabilities;
+use crate::router::RouteOptions;
+
+/// What shaders call rows that are single pairs whose id is chosen there.
+pub const ROWS: &str = "chosen";
+
+/// Most logits of a row that a lane keeps.
+const MOST_VALUES: u32 = 8;
+
+/// Offsets of views are multiples of so many words.
+const ALIGN_WORDS: usize = 64;
+
+/// What a product needs to choose the experts of its pairs, A of each row of x, and where it leaves them.
+pub struct Choice<'a> {
+    /// Score and scaling; a rule that [`possible`] takes.
+    pub options: &'a RouteOptions,
+    /// E.
+    pub experts: usize,
+    /// f32 `[P / A, E]`.
+    pub logits: &'a View,
+    /// Written.
+    pub topk: &'a Topk,
+    /// u32 `[1]`: bit 0 is set where a place found no finite logit.
+    pub status: &'a View,
+}
+
+/// Ids and weights of some pairs in one buffer.
+pub struct Topk {
+    view: View,
+    pairs: usize,
+}
+
+impl Topk {
+    /// Room for `pairs` pairs.
+    ///
+    /// # Errors
+    /// Those of [`Recording::scratch`].
+    pub fn scratch(rec: &mut Recording, pairs: usize) -> Result<Self> {
+        let words = pairs.next_multiple_of(ALIGN_WORDS) + pairs;
+        Ok(Self { view: rec.scratch("topk", words as u64 * 4)?, pairs })
+    }
+
+    /// Both.
+    pub(crate) fn view(&self) -> &View {
+        &self.view
+    }
+
+    /// Word of the weights.
+    pub(crate) fn weights_base(&self) -> usize {
+        self.pairs.next_multiple_of(ALIGN_WORDS)
+    }
+
+    fn part(&self, begin: usize) -> View {
+        let (offset, size) = (self.view.offset + begin as u64 * 4, self.pairs as u64 * 4);
+        View { buffer: self.view.buffer.clone(), offset, size }
+    }
+
+    /// i32 `[P]`, -1 where no expert was found.
+    pub fn ids(&self) -> View {
+        self.part(0)
+    }
+
+    /// f32 `[P]`.
+    pub fn weights(&self) -> View {
+        self.part(self.weights_base())
+    }
+}
+
+/// Whether a product can choose by this rule among `experts` experts: without groups, and where registers hold a row of logits.
+pub fn possible(caps: &Capabilities, options: &RouteOptions, experts: usize, top_k: usize) -> bool {
+    options.groups == 1 && top_k <= experts && experts <= (MOST_VALUES * caps.row_lanes) as usize
+}
+
+/// The variables that a product has beside its own.
+pub fn vars(caps: &Capabilities, options: &RouteOptions, experts: usize) -> Vars {
+    let of_route = route::vars(caps, options, false, experts);
+    of_route.into_iter().filter(|(name, _)| ["score", "values"].contains(name)).collect()
+}
