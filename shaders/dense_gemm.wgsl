@@ -1,4 +1,5 @@
-// The product of few rows with one matrix, adapters included: y[t] (+)= W x[t] + B u[t]. A subgroup owns {{ per_lane }} columns of
+// The product of few rows with one matrix, adapters included: y[t] (+)= W x[t] + B u[t]. With `shrinks` it is the product alone,
+// and u comes from other workgroups of the same dispatch: whoever reads y adds B u. A subgroup owns {{ per_lane }} columns of
 // {{ tile }} rows and reads each row of the weights with all its lanes. The projections of a site, such as q, k and v, stand
 // side by side in y. What a lane adds of an adapter, and what it adds to, is read before the weights, so that nothing is
 // waited for afterwards. Whoever reads y reads that of `expert_gemm` and `lora_expand`, which this stage replaces.
@@ -18,9 +19,10 @@ struct DenseGemmParams {
     // Projections of the site, and the rank that u has room for.
     projections: u32,
     max_rank: u32,
-    pad0: u32,
-    pad1: u32,
-    pad2: u32,
+    // Entries of the site in `index`, adapter slots, and rows of workgroups that shrink: none but with the first piece.
+    index_base: u32,
+    slots: u32,
+    shrink_tiles: u32,
     // First column of each projection; past every column where there is none.
     site_begin: vec4<u32>,
 }
@@ -28,13 +30,31 @@ struct DenseGemmParams {
 @group(0) @binding(0) var<uniform> params: DenseGemmParams;
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>; // [T, K]
 @group(0) @binding(2) var<storage, read> w: array<vec4<u32>>; // [out_rows, K]
+{% if shrinks %}
+@group(0) @binding(3) var<storage, read> pool: array<vec4<u32>>;
+@group(0) @binding(4) var<storage, read> index: array<Factor>; // [L, projections] from index_base
+@group(0) @binding(5) var<storage, read> token_lora_mapping: array<i32>; // [T]
+@group(0) @binding(6) var<storage, read_write> y: array<f32>; // [T, y_stride]
+@group(0) @binding(7) var<storage, read_write> u: array<u32>; // [T, projections, 4 + max_rank], as `pair_shrink` has it
+@group(0) @binding(8) var<storage, read_write> status: array<atomic<u32>>; // [1]
+{% else %}
 @group(0) @binding(3) var<storage, read> u: array<vec4<u32>>; // [T, projections, 1 + max_rank / 4] from `pair_shrink`
 @group(0) @binding(4) var<storage, read> pool: array<vec4<u32>>;
 @group(0) @binding(5) var<storage, read_write> y: array<f32>; // [T, y_stride]
+{% endif %}
 
 {% include "shared/weights.wgsl" %}
 {% set sums = tile * per_lane %}
 {% set subgroups = lanes // depth_lanes %}
+{% if shrinks %}
+{% include "shared/factors.wgsl" %}
+
+fn shrink(pair: u32, row: u32, subgroup_lane: u32) {
+    {% with dense = true, steps = a_steps %}
+    {% include "shared/shrink_pair.wgsl" %}
+    {% endwith %}
+}
+{% endif %}
 {% if lora %}
 {% include "shared/factors.wgsl" %}
 
@@ -91,8 +111,21 @@ fn main(
     @builtin(subgroup_id) subgroup: u32,
 ) {
     // Rows vary first, so that tiles which read the same weights do so at about the same time.
+    {% if shrinks %}
+    // The shrink comes first: its loads are the longer chain.
+    if (workgroup.y < params.shrink_tiles) {
+        let tiles = (params.rows + {{ tile - 1 }}u) / {{ tile }}u;
+        let item = workgroup.y * tiles + workgroup.x;
+        // Past the last row of A of all projections it ends at once.
+        shrink(item % params.rows, item / params.rows * {{ subgroups }}u + subgroup, subgroup_lane);
+        return;
+    }
+    let column_tile = workgroup.y - params.shrink_tiles;
+    {% else %}
+    let column_tile = workgroup.y;
+    {% endif %}
     let first_row = workgroup.x * {{ tile }}u;
-    let first_column = (workgroup.y * {{ subgroups }}u + subgroup) * {{ per_lane }}u;
+    let first_column = (column_tile * {{ subgroups }}u + subgroup) * {{ per_lane }}u;
     if (first_row >= params.rows) {
         return;
     }

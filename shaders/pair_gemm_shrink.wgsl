@@ -107,7 +107,7 @@ fn shrink(pair: u32, row: u32, subgroup_lane: u32) {
     if (r >= b_groups * 8u) {
         return;
     }
-    {% with steps = a_steps %}
+    {% with dense = false, steps = a_steps %}
     {% include "shared/shrink_row.wgsl" %}
     {% endwith %}
     if (subgroup_lane == 0u) {

@@ -2,7 +2,7 @@
 // rotated, as in the transformers library), keys and values written to their place in the paged cache. One workgroup
 // for each row and head; attention reads q and the cache. The table comes from the host in f64: WGSL's own sine is
 // good to about 2^-11 only. With `pairs` a lane has at most that many elements of each half and keeps them: all that is read is
-// on its way before anything waits.
+// on its way before anything waits. With `lora` the heads still lack what adapters add, B u, and q stands in one buffer with them.
 struct RopeParams {
     rows: u32,
     heads: u32,
@@ -11,21 +11,89 @@ struct RopeParams {
     block_size: u32,
     max_blocks: u32,
     eps: f32,
+    // With lora: rank that u has room for, and where u and q begin in `work`.
+    max_rank: u32,
+    u_base: u32,
+    q_base: u32,
     pad0: u32,
+    pad1: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: RopeParams;
+{% set at = 0 if lora else 1 %}
+{% if lora %}
+@group(0) @binding(5) var<storage, read> pool: array<vec4<u32>>;
+// f32 [T, (heads + 2 kv_heads) head_dim]; from u_base on u [T, 3, 4 + max_rank], as `pair_shrink` has it; from q_base on q.
+@group(0) @binding(6) var<storage, read_write> work: array<u32>;
+{% else %}
 @group(0) @binding(1) var<storage, read> qkv: array<f32>; // [T, (heads + 2 kv_heads) head_dim]
-@group(0) @binding(2) var<storage, read> norms: array<f32>; // [2, head_dim]: query, key
-@group(0) @binding(3) var<storage, read> table: array<vec2<f32>>; // [positions, head_dim / 2]: cos, sin
-@group(0) @binding(4) var<storage, read> rows: array<vec4<i32>>; // [T] token, position, sequence, slot
-@group(0) @binding(5) var<storage, read> blocks: array<u32>; // [sequences, max_blocks]
 @group(0) @binding(6) var<storage, read_write> q: array<f32>; // [T, heads head_dim]
+{% endif %}
+@group(0) @binding({{ at + 1 }}) var<storage, read> norms: array<f32>; // [2, head_dim]: query, key
+@group(0) @binding({{ at + 2 }}) var<storage, read> table: array<vec2<f32>>; // [positions, head_dim / 2]: cos, sin
+@group(0) @binding({{ at + 3 }}) var<storage, read> rows: array<vec4<i32>>; // [T] token, position, sequence, slot
+@group(0) @binding({{ at + 4 }}) var<storage, read> blocks: array<u32>; // [sequences, max_blocks]
 @group(0) @binding(7) var<storage, read_write> k_cache: array<f32>; // [blocks, block_size, kv_heads, head_dim]
 @group(0) @binding(8) var<storage, read_write> v_cache: array<f32>; // as k_cache
 
 {% include "shared/rows.wgsl" %}
 {% include "shared/reduce.wgsl" %}
+
+{% if lora %}
+{% include "shared/factors.wgsl" %}
+
+fn load_qkv(at: u32) -> f32 {
+    return bitcast<f32>(work[at]);
+}
+
+fn write_q(at: u32, value: f32) {
+    work[params.q_base + at] = bitcast<u32>(value);
+}
+
+// Where the B of a head is: its first group, groups of a row, storage type, and the word of u.
+struct HeadFactor {
+    b: u32,
+    groups: u32,
+    storage: u32,
+    u: u32,
+}
+
+// Eight values of B as they were read, of any row where there is no such group.
+struct Group {
+    words: vec4<u32>,
+    more: vec4<u32>,
+}
+
+fn read_group(factor: HeadFactor, column: u32, part: u32) -> Group {
+    let present = part < factor.groups;
+    let wide = factor.storage == 0u;
+    let group = column * factor.groups + part;
+    let at = select(0u, factor.b + select(group, 2u * group, wide), present);
+    return Group(pool[at], pool[select(at, at + 1u, wide & present)]);
+}
+
+fn four_of_u(at: u32) -> vec4<f32> {
+    return bitcast<vec4<f32>>(vec4<u32>(work[at], work[at + 1u], work[at + 2u], work[at + 3u]));
+}
+
+fn read_u(factor: HeadFactor, part: u32) -> Eight {
+    let at = factor.u + 8u * select(0u, part, part < factor.groups);
+    return Eight(four_of_u(at), four_of_u(at + 4u));
+}
+
+fn added(factor: HeadFactor, part: u32, group: Group, of_u: Eight) -> f32 {
+    let b = decode_factor8(group.words, group.more, factor.storage);
+    return select(0.0, dot(b.lo, of_u.lo) + dot(b.hi, of_u.hi), part < factor.groups);
+}
+{% else %}
+fn load_qkv(at: u32) -> f32 {
+    return qkv[at];
+}
+
+fn write_q(at: u32, value: f32) {
+    q[at] = value;
+}
+{% endif %}
 
 // Turns elements `i` of both halves of a head, and writes them to q or to the position of the cache at `cached`.
 fn write_turned(row: u32, head: u32, cached: u32, i: u32, both: vec2<f32>, turn: vec2<f32>) {
@@ -34,8 +102,8 @@ fn write_turned(row: u32, head: u32, cached: u32, i: u32, both: vec2<f32>, turn:
     let high = both.y * turn.x + both.x * turn.y;
     if (head < params.heads) {
         let at = (row * params.heads + head) * params.head_dim + i;
-        q[at] = low;
-        q[at + half] = high;
+        write_q(at, low);
+        write_q(at + half, high);
     } else {
         let at = cached + (head - params.heads) * params.head_dim + i;
         k_cache[at] = low;
@@ -54,10 +122,17 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let source = (row * (params.heads + 2u * params.kv_heads) + head) * params.head_dim;
     let is_query = head < params.heads;
     let weights = select(params.head_dim, 0u, is_query);
+    {% if lora %}
+    let projection = u32(head >= params.heads) + u32(head >= params.heads + params.kv_heads);
+    let of_projection = head - select(0u, params.heads, projection > 0u) - select(0u, params.kv_heads, projection > 1u);
+    let head_at = params.u_base + (row * 3u + projection) * (params.max_rank + 4u);
+    let adapter = HeadFactor(work[head_at], work[head_at + 1u], work[head_at + 2u], head_at + 4u);
+    let first_column = of_projection * params.head_dim;
+    {% endif %}
     {% for n in range(pairs) %}
     let i{{ n }} = lane + {{ n * lanes }}u;
     let at{{ n }} = min(i{{ n }}, half - 1u);
-    let read{{ n }} = vec2<f32>(qkv[source + at{{ n }}], qkv[source + half + at{{ n }}]);
+    {{ "var" if lora else "let" }} read{{ n }} = vec2<f32>(load_qkv(source + at{{ n }}), load_qkv(source + half + at{{ n }}));
     let norm{{ n }} = vec2<f32>(norms[weights + at{{ n }}], norms[weights + half + at{{ n }}]);
     {% endfor %}
     let position = u32(rows[row].y);
@@ -66,6 +141,26 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     {% for n in range(pairs) %}
     let turn{{ n }} = table[position * half + at{{ n }}];
     {% endfor %}
+    {% if lora %}
+    {% macro add(part) %}
+    {
+        let of_u = read_u(adapter, {{ part }});
+        {% for n in range(pairs) %}
+        let low{{ n }} = read_group(adapter, first_column + at{{ n }}, {{ part }});
+        let high{{ n }} = read_group(adapter, first_column + half + at{{ n }}, {{ part }});
+        {% endfor %}
+        {% for n in range(pairs) %}
+        read{{ n }} = read{{ n }} + vec2<f32>(added(adapter, {{ part }}, low{{ n }}, of_u), added(adapter, {{ part }}, high{{ n }}, of_u));
+        {% endfor %}
+    }
+    {% endmacro %}
+    // A rank of 16 is read at once.
+    {{ add("0u") }}
+    {{ add("1u") }}
+    for (var part = 2u; part < adapter.groups; part = part + 1u) {
+        {{ add("part") }}
+    }
+    {% endif %}
     let cached = (block * params.block_size + position % params.block_size) * params.kv_heads * params.head_dim;
 
     if (head >= params.heads + params.kv_heads) {
@@ -79,7 +174,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         {% endfor %}
         {% else %}
         for (var i = lane; i < params.head_dim; i = i + {{ lanes }}u) {
-            v_cache[target_base + i] = qkv[source + i];
+            v_cache[target_base + i] = load_qkv(source + i);
         }
         {% endif %}
         return;
@@ -91,7 +186,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     {% endfor %}
     {% else %}
     for (var i = lane; i < params.head_dim; i = i + {{ lanes }}u) {
-        squares = squares + qkv[source + i] * qkv[source + i];
+        squares = squares + load_qkv(source + i) * load_qkv(source + i);
     }
     {% endif %}
     squares = reduce_sum(squares, lane);
@@ -104,7 +199,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     {% endfor %}
     {% else %}
     for (var i = lane; i < half; i = i + {{ lanes }}u) {
-        let both = vec2<f32>(qkv[source + i], qkv[source + half + i]);
+        let both = vec2<f32>(load_qkv(source + i), load_qkv(source + half + i));
         let norm = vec2<f32>(norms[weights + i], norms[weights + half + i]);
         write_turned(row, head, cached, i, both * factor * norm, table[position * half + i]);
     }

@@ -82,6 +82,7 @@ fn step(gpu: &Gpu, shape: AttentionShape, cache: &Cache, all: &[Sequence], rows:
             q: &q.view,
             k_cache: &cache.k.view,
             v_cache: &cache.v.view,
+            adapters: None,
         }
         .record(rec, pass)?;
         Attention {

@@ -14,7 +14,7 @@ use wgmoe::kernels::params::Params;
 use wgmoe::kernels::variants::variants;
 use wgmoe::kernels::{
     activation, align, attention, attention_matrix, attention_split, combine, count, dense_gemm, down_combine, embed,
-    expert_gemm, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather, lora_matrix, norm, pack,
+    expand_norm, expert_gemm, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather, lora_matrix, norm, pack,
     pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate, remap, rope, route, sample, stream,
     tile_rows,
 };
@@ -59,6 +59,7 @@ fn params_of(stem: &str) -> Layout {
         "combine_tiles" => layout::<combine::CombineTilesParams>(),
         "embed" => layout::<embed::EmbedParams>(),
         "norm" => layout::<norm::NormParams>(),
+        "expand_norm" => layout::<expand_norm::ExpandNormParams>(),
         "rope" => layout::<rope::RopeParams>(),
         "attention" => layout::<attention::AttentionParams>(),
         "attention_pack" => layout::<attention_matrix::AttentionPackParams>(),
@@ -204,12 +205,13 @@ const MATRIX_TIER: [&str; 12] = [
     "attention_matrix",
 ];
 /// Shaders for lanes along the depth alone.
-const ALONG_DEPTH: [&str; 7] = [
+const ALONG_DEPTH: [&str; 8] = [
     "pair_shrink",
     "pair_shrink_packed",
     "pair_gemm",
     "pair_gemm_shrink",
     "pair_expand_shrink",
+    "expand_norm",
     "dense_gemm",
     "down_combine",
 ];

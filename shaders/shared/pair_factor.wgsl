@@ -3,18 +3,19 @@
 // to others.
 {% if dense %}
 let id = 0;
-{% elif ids == "chosen" %}
-let id = expert;
+let experts = 1u;
+let slot = token_lora_mapping[pair];
 {% else %}
-let id = {{ ids }}[pair];
-{% endif %}
+let id = {{ "expert" if ids == "chosen" else ids ~ "[pair]" }};
+let experts = params.experts;
 let slot = token_lora_mapping[pair / params.top_k];
+{% endif %}
 {% if reports %}
 if (row == 0u && subgroup_lane == 0u) {
     if (slot >= i32(params.slots)) {
         atomicOr(&status[0], 2u);
     }
-    if (id >= i32(params.experts)) {
+    if (id >= i32(experts)) {
         atomicOr(&status[0], 4u);
     }
 }
@@ -25,8 +26,8 @@ if (projection >= params.projections) {
 }
 let r = row % params.max_rank;
 // Put together from parts: a variable of a struct with offsets is not what SPIR-V 1.6 allows, though naga writes it.
-let known = (id >= 0) & (id < i32(params.experts)) & (slot >= 0) & (slot < i32(params.slots));
-let place = (u32(slot) * params.experts + u32(id)) * params.projections + projection;
+let known = (id >= 0) & (id < i32(experts)) & (slot >= 0) & (slot < i32(params.slots));
+let place = (u32(slot) * experts + u32(id)) * params.projections + projection;
 let found = index[params.index_base + select(0u, place, known)];
 let factor = Factor(
     select(0u, found.a, known),

@@ -5,14 +5,17 @@ use crate::error::Result;
 use crate::kernels::expert_gemm::{self, Weights};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::lora::LoraSite;
-use crate::kernels::pair_shrink::Shrunk;
+use crate::kernels::pair_shrink::{PairShrink, Shrunk};
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;
+use crate::plan::pieces::Piece;
 use crate::plan::rows;
 
 /// The shader.
 pub static DENSE_GEMM: Kernel = Kernel { stem: "dense_gemm", reads: 4, writes: 1 };
+/// The same with the first half of the adapters beside the product.
+pub static DENSE_GEMM_SHRINK: Kernel = Kernel { stem: "dense_gemm", reads: 5, writes: 3 };
 
 params! {
     /// Sizes of one product with one piece of the weights.
@@ -35,12 +38,12 @@ params! {
         projections: u32,
         /// Rank that u has room for.
         max_rank: u32,
-        /// Padding.
-        pad0: u32,
-        /// Padding.
-        pad1: u32,
-        /// Padding.
-        pad2: u32,
+        /// First entry of the site in the index.
+        index_base: u32,
+        /// L.
+        slots: u32,
+        /// Rows of workgroups that shrink.
+        shrink_tiles: u32,
         /// First column of each projection; past every column where there is none.
         site_begin: [u32; 4],
     }
@@ -107,14 +110,30 @@ impl Cut {
     }
 }
 
+/// What a product does about adapters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Adapters {
+    /// Nothing.
+    None,
+    /// Adds the second half.
+    Adds,
+    /// Has the first half beside it.
+    Shrinks,
+}
+
 /// The variables of one variant.
-pub fn vars(caps: &Capabilities, dtype: DType, cut: Cut, lora: bool) -> Vars {
+pub fn vars(caps: &Capabilities, dtype: DType, cut: Cut, adapters: Adapters) -> Vars {
+    let shrinks = adapters == Adapters::Shrinks;
+    // A row of A is all that a subgroup reads: as much of it at once as registers hold.
+    let a_steps = if cut.steps.is_multiple_of(3) { 6 } else { 8 };
     vec![
         ("dtype", dtype.name().into()),
         ("tile", cut.tile.into()),
         ("per_lane", cut.per_lane.into()),
         ("steps", cut.steps.into()),
-        ("lora", lora.into()),
+        ("lora", (adapters == Adapters::Adds).into()),
+        ("shrinks", shrinks.into()),
+        ("a_steps", if shrinks { a_steps } else { 0 }.into()),
         ("lanes", (rows::SUBGROUPS * caps.row_lanes).into()),
         ("depth_lanes", caps.row_lanes.into()),
     ]
@@ -126,8 +145,8 @@ impl DenseGemm<'_> {
     /// # Errors
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        let Weights { dtype, out_dim, in_dim, .. } = *self.weights;
-        let vars = vars(rec.gpu().capabilities(), dtype, self.cut, self.adapters.is_some());
+        let adapters = if self.adapters.is_some() { Adapters::Adds } else { Adapters::None };
+        let vars = vars(rec.gpu().capabilities(), self.weights.dtype, self.cut, adapters);
         let pipeline = pipeline(rec.gpu(), &DENSE_GEMM, vars)?;
         let mut site_begin = [u32::MAX; 4];
         let (mut projections, mut max_rank, mut u, mut pool) = (0, 0, self.x, self.x);
@@ -141,27 +160,73 @@ impl DenseGemm<'_> {
             }
         }
         for (piece, view) in &self.weights.pieces {
-            let params = DenseGemmParams {
-                rows: self.rows as u32,
-                x_stride: (in_dim / 4) as u32,
-                groups: (in_dim / 8) as u32,
-                out_rows: piece.rows as u32,
-                out_begin: piece.row_begin as u32,
-                y_stride: out_dim as u32,
-                accumulate: u32::from(self.accumulate),
-                projections,
-                max_rank,
-                pad0: 0,
-                pad1: 0,
-                pad2: 0,
-                site_begin,
-            };
-            let tiles = self.rows.div_ceil(self.cut.tile as usize);
-            let columns = piece.rows.div_ceil((rows::SUBGROUPS * self.cut.per_lane) as usize);
-            let grid = Grid::Direct([tiles as u32, columns as u32, 1]);
-            rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &[self.x, view, u, pool, self.y], &grid);
+            let params = DenseGemmParams { projections, max_rank, site_begin, ..self.params(piece) };
+            let buffers = [self.x, view, u, pool, self.y];
+            rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &self.grid(piece, 0));
         }
         Ok(())
+    }
+
+    /// Records the product alone and beside it the first half of the adapters of its rows, the whole tokens of `shrink`, into `u`:
+    /// u32 `[T, projections, 4 + max_rank]` with room for that rank rounded up to 8. Whoever reads y has to add the second half.
+    ///
+    /// # Errors
+    /// When the device refuses the shader.
+    pub fn record_shrink(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        shrink: &PairShrink<'_>,
+        u: View,
+    ) -> Result<Shrunk> {
+        let vars = vars(rec.gpu().capabilities(), self.weights.dtype, self.cut, Adapters::Shrinks);
+        let pipeline = pipeline(rec.gpu(), &DENSE_GEMM_SHRINK, vars)?;
+        let PairShrink { site, factors, slots, .. } = *shrink;
+        let (projections, max_rank) = (site.out_dims.len(), shrink.max_rank.next_multiple_of(8));
+        let items = self.rows * (projections * max_rank).div_ceil(rows::SUBGROUPS as usize);
+        for (i, (piece, view)) in self.weights.pieces.iter().enumerate() {
+            let shrink_tiles = if i == 0 { items.div_ceil(self.tiles()) as u32 } else { 0 };
+            let params = DenseGemmParams {
+                projections: projections as u32,
+                max_rank: max_rank as u32,
+                index_base: site.index_base as u32,
+                slots: slots as u32,
+                shrink_tiles,
+                ..self.params(piece)
+            };
+            let (pool, index, mapping) = (factors.pool(site), &factors.index, shrink.token_lora_mapping);
+            let buffers = [self.x, view, pool, index, mapping, self.y, &u, shrink.status];
+            rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &self.grid(piece, shrink_tiles));
+        }
+        Ok(Shrunk { u, max_rank, chunks: 1, pool: factors.pool(site).clone() })
+    }
+
+    /// Sizes of the product with one piece, without adapters.
+    fn params(&self, piece: &Piece) -> DenseGemmParams {
+        DenseGemmParams {
+            rows: self.rows as u32,
+            x_stride: (self.weights.in_dim / 4) as u32,
+            groups: (self.weights.in_dim / 8) as u32,
+            out_rows: piece.rows as u32,
+            out_begin: piece.row_begin as u32,
+            y_stride: self.weights.out_dim as u32,
+            accumulate: u32::from(self.accumulate),
+            projections: 0,
+            max_rank: 0,
+            index_base: 0,
+            slots: 0,
+            shrink_tiles: 0,
+            site_begin: [u32::MAX; 4],
+        }
+    }
+
+    fn tiles(&self) -> usize {
+        self.rows.div_ceil(self.cut.tile as usize)
+    }
+
+    fn grid(&self, piece: &Piece, shrink_tiles: u32) -> Grid {
+        let columns = piece.rows.div_ceil((rows::SUBGROUPS * self.cut.per_lane) as usize);
+        Grid::Direct([self.tiles() as u32, shrink_tiles + columns as u32, 1])
     }
 }
 

@@ -34,6 +34,7 @@ pub mod activation;
 pub mod combine;
 pub mod embed;
 pub mod norm;
+pub mod expand_norm;
 pub mod rope;
 pub mod attention;
 pub mod attention_matrix;

@@ -2,12 +2,15 @@
 
 use crate::error::Result;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
+use crate::kernels::pair_shrink::Shrunk;
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;
 
 /// The shader.
 pub static ROPE: Kernel = Kernel { stem: "rope", reads: 5, writes: 3 };
+/// The same for heads that lack what adapters add.
+pub static ROPE_EXPAND: Kernel = Kernel { stem: "rope", reads: 5, writes: 3 };
 
 params! {
     /// Sizes of the heads and of the cache.
@@ -26,8 +29,16 @@ params! {
         max_blocks: u32,
         /// Added to the mean square.
         eps: f32,
+        /// Rank that u has room for.
+        max_rank: u32,
+        /// Word of u.
+        u_base: u32,
+        /// Word of q.
+        q_base: u32,
         /// Padding.
         pad0: u32,
+        /// Padding.
+        pad1: u32,
     }
 }
 
@@ -46,7 +57,7 @@ pub struct AttentionShape {
     pub max_blocks: usize,
 }
 
-/// Semantics: `q = rope(norm(q))`, `k_cache[block(t)] = rope(norm(k))`, `v_cache[block(t)] = v`.
+/// Semantics: with adapters `qkv += B · u` first, then `q = rope(norm(q))`, `k_cache[block(t)] = rope(norm(k))`, `v_cache[block(t)] = v`.
 pub struct Rope<'a> {
     /// T.
     pub rows: usize,
@@ -70,16 +81,76 @@ pub struct Rope<'a> {
     pub k_cache: &'a View,
     /// As `k_cache`.
     pub v_cache: &'a View,
+    /// What the heads still lack: the adapters of q, k and v. Their u, `qkv` and `q` are then the parts of these heads.
+    pub adapters: Option<(&'a Heads, &'a Shrunk)>,
+}
+
+/// One buffer with the projected heads, the first half of their adapters, and the turned queries: a stage that has no binding left
+/// for each of them takes it whole.
+#[derive(Debug, Clone)]
+pub struct Heads {
+    /// All of it.
+    pub whole: View,
+    /// f32 `[T, (heads + 2 kv_heads) · head_dim]`.
+    pub qkv: View,
+    /// u32 `[T, 3, 4 + max_rank]`.
+    pub u: View,
+    /// f32 `[T, heads · head_dim]`.
+    pub q: View,
+}
+
+/// Offsets of views are multiples of so many bytes.
+const ALIGN: u64 = 256;
+
+impl Heads {
+    /// Bytes of the parts, each but the last rounded up so that the next may follow.
+    fn sizes(rows: usize, shape: &AttentionShape, max_rank: usize) -> [u64; 3] {
+        let row = (shape.heads + 2 * shape.kv_heads) * shape.head_dim;
+        let u = 3 * (4 + max_rank.next_multiple_of(8));
+        let [qkv, u, q] = [row, u, shape.heads * shape.head_dim].map(|words| (rows * words * 4) as u64);
+        [qkv.next_multiple_of(ALIGN), u.next_multiple_of(ALIGN), q]
+    }
+
+    /// Whether this stage can add the adapters of `rows` rows with `max_rank` ranks at most.
+    pub fn fit(caps: &Capabilities, rows: usize, shape: &AttentionShape, max_rank: usize) -> bool {
+        let bytes: u64 = Self::sizes(rows, shape, max_rank).iter().sum();
+        adds(caps, shape.head_dim) && bytes <= caps.max_binding_bytes
+    }
+
+    /// A scratch buffer for `rows` rows.
+    ///
+    /// # Errors
+    /// When the device has no room for it.
+    pub fn scratch(rec: &mut Recording, rows: usize, shape: &AttentionShape, max_rank: usize) -> Result<Self> {
+        let [qkv, u, q] = Self::sizes(rows, shape, max_rank);
+        let whole = rec.scratch("heads", qkv + u + q)?;
+        let part = |offset: u64, size: u64| View { buffer: whole.buffer.clone(), offset, size };
+        Ok(Self { qkv: part(0, qkv), u: part(qkv, u), q: part(qkv + u, whole.size - qkv - u), whole })
+    }
 }
 
 /// Elements of each half of a head that registers hold at most.
 const MOST_PAIRS: u32 = 8;
 
-/// The variables on one device for heads of `head_dim` columns.
-pub fn vars(caps: &Capabilities, head_dim: usize) -> Vars {
+/// Elements of each half that a lane keeps; 0 where registers do not hold them.
+fn pairs(caps: &Capabilities, head_dim: usize) -> u32 {
     let pairs = (head_dim / 2).div_ceil(caps.row_lanes as usize).next_power_of_two() as u32;
-    let pairs = if caps.along_depth && pairs <= MOST_PAIRS { pairs } else { 0 };
-    vec![("pairs", pairs.into()), ("lanes", caps.row_lanes.into()), ("one_subgroup", caps.one_subgroup.into())]
+    if caps.along_depth && pairs <= MOST_PAIRS { pairs } else { 0 }
+}
+
+/// Whether the stage can add adapters to heads of `head_dim` columns: where lanes keep them.
+pub fn adds(caps: &Capabilities, head_dim: usize) -> bool {
+    pairs(caps, head_dim) > 0
+}
+
+/// The variables on one device for heads of `head_dim` columns, with `lora` for those that lack adapters.
+pub fn vars(caps: &Capabilities, head_dim: usize, lora: bool) -> Vars {
+    vec![
+        ("pairs", pairs(caps, head_dim).into()),
+        ("lora", lora.into()),
+        ("lanes", caps.row_lanes.into()),
+        ("one_subgroup", caps.one_subgroup.into()),
+    ]
 }
 
 /// The rotary table: f32 `[positions, head_dim / 2, 2]`, computed in f64 from `theta`.
@@ -103,8 +174,10 @@ impl Rope<'_> {
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         let s = &self.shape;
-        let vars = vars(rec.gpu().capabilities(), s.head_dim);
-        let pipeline = pipeline(rec.gpu(), &ROPE, vars)?;
+        let vars = vars(rec.gpu().capabilities(), s.head_dim, self.adapters.is_some());
+        let kernel = if self.adapters.is_some() { &ROPE_EXPAND } else { &ROPE };
+        let pipeline = pipeline(rec.gpu(), kernel, vars)?;
+        let word = |view: &View| (view.offset / 4) as u32;
         let params = RopeParams {
             rows: self.rows as u32,
             heads: s.heads as u32,
@@ -113,10 +186,17 @@ impl Rope<'_> {
             block_size: s.block_size as u32,
             max_blocks: s.max_blocks as u32,
             eps: self.eps as f32,
+            max_rank: self.adapters.map_or(0, |(_, shrunk)| shrunk.max_rank as u32),
+            u_base: self.adapters.map_or(0, |(heads, _)| word(&heads.u)),
+            q_base: self.adapters.map_or(0, |(heads, _)| word(&heads.q)),
             pad0: 0,
+            pad1: 0,
         };
-        let buffers =
-            [self.qkv, self.norms, self.table, self.row_table, self.blocks, self.q, self.k_cache, self.v_cache];
+        let Self { norms, table, row_table, blocks, k_cache, v_cache, .. } = *self;
+        let buffers = match self.adapters {
+            None => [self.qkv, norms, table, row_table, blocks, self.q, k_cache, v_cache],
+            Some((heads, shrunk)) => [norms, table, row_table, blocks, &shrunk.pool, &heads.whole, k_cache, v_cache],
+        };
         let grid = Grid::folded((s.heads + 2 * s.kv_heads) as u32, self.rows as u32);
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         Ok(())

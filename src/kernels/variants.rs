@@ -5,14 +5,14 @@ use std::collections::HashMap;
 use crate::activation::Activation;
 use crate::dtype::DType;
 use crate::gpu::Tier;
-use crate::kernels::dense_gemm::Cut;
+use crate::kernels::dense_gemm::{Adapters, Cut};
 use crate::kernels::expert_gemm_matrix::Flags;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
     activation, align, attention, attention_matrix, attention_split, choice, combine, count, dense_gemm, down_combine,
-    embed, expert_gemm, expert_gemm_direct, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather, lora_matrix,
-    norm, pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate, remap, rope, route, sample,
-    stream, tile_rows,
+    embed, expand_norm, expert_gemm, expert_gemm_direct, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather,
+    lora_matrix, norm, pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate, remap, rope,
+    route, sample, stream, tile_rows,
 };
 use crate::plan::attention::{CUT, MATRIX_WIDTHS};
 use crate::plan::capabilities::Capabilities;
@@ -113,9 +113,11 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
     all.push((&combine::COMBINE, Vars::new()));
     norms(caps, &mut all);
     for head_dim in HEAD_DIMS {
-        let rope = (&rope::ROPE, rope::vars(caps, head_dim));
+        let rope = (&rope::ROPE, rope::vars(caps, head_dim, false));
+        let expands = (&rope::ROPE_EXPAND, rope::vars(caps, head_dim, true));
         let attention = (&attention::ATTENTION, attention::vars(caps, head_dim));
-        for variant in [rope, attention] {
+        let expands = Some(expands).filter(|_| rope::adds(caps, head_dim));
+        for variant in [rope, attention].into_iter().chain(expands) {
             if !all.contains(&variant) {
                 all.push(variant);
             }
@@ -158,6 +160,12 @@ fn norms(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
             }
         }
     }
+    for width in (0..18).map(|n| 1 << n).filter(|_| caps.along_depth) {
+        let variant = (&expand_norm::EXPAND_NORM, expand_norm::vars(caps, width));
+        if !all.contains(&variant) {
+            all.push(variant);
+        }
+    }
 }
 
 /// Those of few pairs.
@@ -170,8 +178,12 @@ fn few_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
             all.push((&pair_shrink::PAIR_SHRINK, pair_shrink::vars(caps, dense, in_dim)));
         }
         for cut in cuts(caps, in_dim) {
-            for (dtype, lora) in DTYPES.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
-                all.push((&dense_gemm::DENSE_GEMM, dense_gemm::vars(caps, dtype, cut, lora)));
+            for dtype in DTYPES {
+                for adapters in [Adapters::None, Adapters::Adds, Adapters::Shrinks] {
+                    let shrinks = adapters == Adapters::Shrinks;
+                    let kernel = if shrinks { &dense_gemm::DENSE_GEMM_SHRINK } else { &dense_gemm::DENSE_GEMM };
+                    all.push((kernel, dense_gemm::vars(caps, dtype, cut, adapters)));
+                }
             }
         }
         for (dtype, (rows, tile)) in DTYPES.into_iter().flat_map(|dtype| FEW.map(|rows| (dtype, rows))) {

@@ -250,6 +250,7 @@ impl LayerStep<'_> {
             q: &q,
             k_cache,
             v_cache,
+            adapters: None,
         }
         .record(rec, pass)?;
         let attended = rec.scratch("attended", (t.rows * q_width * 4) as u64)?;
