@@ -178,3 +178,34 @@ fn few_rows_give_the_same_logits_where_lanes_lie_along_the_depth() {
         }
     }
 }
+
+#[test]
+fn adapters_of_attention_add_no_stage_to_few_rows() {
+    for gpu in device::every_along_depth() {
+        if !gpu.device().features().contains(wgpu::Features::TIMESTAMP_QUERY_INSIDE_PASSES) {
+            continue;
+        }
+        let mut engine = engine(&gpu);
+        let count = wgpu::QUERY_SET_MAX_QUERIES;
+        let desc = wgpu::QuerySetDescriptor { label: Some("stages"), ty: wgpu::QueryType::Timestamp, count };
+        engine.profile(&gpu.device().create_query_set(&desc), count as usize);
+        let mut labels = |case| {
+            run(&mut engine, &[(case, vec![7, 8], 0)]);
+            engine.profiled()
+        };
+        let [base, adapted] = ["base", "attn_only"].map(&mut labels);
+        let stem = |label: &String| label.split('[').next().unwrap_or_default().to_owned();
+        let expanded = |label: &String| if stem(label) == "expand_norm" { "norm".to_owned() } else { stem(label) };
+        assert_eq!(
+            adapted.iter().map(expanded).filter(|stem| stem != "remap").collect::<Vec<_>>(),
+            base.iter().map(stem).collect::<Vec<_>>()
+        );
+        let layers = engine.config().layers.len();
+        let with = |word: &str| adapted.iter().filter(|label| label.split(' ').any(|w| w == word)).count();
+        assert_eq!(
+            (with("shrinks"), adapted.iter().filter(|l| l.starts_with("expand_norm[")).count()),
+            (2 * layers, layers)
+        );
+        assert_eq!(with("lora"), layers, "{adapted:?}");
+    }
+}

@@ -7,7 +7,7 @@ use crate::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Folded};
 use crate::kernels::lora::{Factors, LoraSite};
 use crate::kernels::lora_matrix::LoraShrinkMatrix;
 use crate::kernels::pack::{Pack, Packed};
-use crate::kernels::pair_shrink::PairShrink;
+use crate::kernels::pair_shrink::{PairShrink, Shrunk};
 use crate::kernels::{Recording, View};
 use crate::layer::LoraBatch;
 use crate::plan::matrix::{self, EDGE};
@@ -65,6 +65,32 @@ impl Dense<'_> {
         };
         let adapters = shrunk.as_ref().map(|(shrunk, site)| (shrunk, *site));
         DenseGemm { rows: tokens, cut, x, weights, adapters, y, accumulate }.record(rec, pass)
+    }
+
+    /// Records the product with the first half of the adapters beside it, for a reader of y that adds the other half. `u` gives the
+    /// buffer, u32 `[T, projections, 4 + max_rank]` for a rank that it is told, or none where the reader cannot add such a rank.
+    /// `None`, and nothing is recorded, then, where rows are many, and where no adapter changes the site.
+    ///
+    /// # Errors
+    /// When the device refuses a shader or has no room for scratch.
+    pub fn record_shrink(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        u: impl FnOnce(&mut Recording, usize) -> Result<Option<View>>,
+    ) -> Result<Option<Shrunk>> {
+        let Self { tokens, x, weights, y, accumulate, exact, .. } = *self;
+        let Some(adapters) = self.adapters.filter(|(batch, site, factors)| batch.max_rank > 0 && factors.any(site))
+        else {
+            return Ok(None);
+        };
+        let cut = Cut::of(rec.gpu().capabilities(), tokens, weights.out_dim, weights.in_dim).filter(|_| !exact);
+        let Some(cut) = cut else { return Ok(None) };
+        let shrink = self.shrink(adapters, x);
+        let Some(u) = u(rec, shrink.max_rank)? else { return Ok(None) };
+        DenseGemm { rows: tokens, cut, x, weights, adapters: None, y, accumulate }
+            .record_shrink(rec, pass, &shrink, u)
+            .map(Some)
     }
 
     /// The first half of the adapters of tokens one by one.

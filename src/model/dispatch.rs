@@ -29,10 +29,10 @@ impl LayerStep<'_> {
                 if let Some(returned) = &returned {
                     add_returned(rec, pass, t, dispatch, returned, hidden, d)?;
                 }
-                self.record_attention(rec, pass, true)?;
+                self.record_attention(rec, pass, true, false)?;
                 match &weights.mlp {
                     Mlp::Experts(moe) => self.record_route(rec, pass, moe).map(Some),
-                    Mlp::Dense { .. } => self.record_mlp(rec, pass, true).map(|()| None),
+                    Mlp::Dense { .. } => self.record_mlp(rec, pass, true, None).map(|()| None),
                 }
             })?;
         }

@@ -7,11 +7,14 @@ use crate::error::Result;
 use crate::kernels::activation::Activate;
 use crate::kernels::attention::Attention;
 use crate::kernels::count::Count;
+use crate::kernels::dense_gemm;
 use crate::kernels::embed::Embed;
+use crate::kernels::expand_norm::{self, ExpandNorm};
 use crate::kernels::expert_gemm::Weights;
 use crate::kernels::lora::LoraSite;
 use crate::kernels::norm::Norm;
-use crate::kernels::rope::{AttentionShape, Rope};
+use crate::kernels::pair_shrink::Shrunk;
+use crate::kernels::rope::{AttentionShape, Heads, Rope};
 use crate::kernels::{Recording, View};
 use crate::layer::{Dense, LoraBatch, MoeTensors};
 use crate::model::dispatch::add_returned;
@@ -149,13 +152,14 @@ impl Model {
             let residual = commands.adds_residual();
             if self.share.heads.is_whole() {
                 commands.pass(rec, "layer", attention + mlp, |rec, pass| {
-                    step.record_attention(rec, pass, true)?;
-                    step.record_mlp(rec, pass, residual)
+                    let lacks = step.record_attention(rec, pass, true, true)?;
+                    step.record_mlp(rec, pass, residual, lacks.as_ref())
                 })?;
             } else {
-                commands.pass(rec, "attention", attention, |rec, pass| step.record_attention(rec, pass, residual))?;
+                commands
+                    .pass(rec, "attention", attention, |rec, pass| step.record_attention(rec, pass, residual, false))?;
                 commands.sum(rec, &hidden, n_bytes)?;
-                commands.pass(rec, "mlp", mlp, |rec, pass| step.record_mlp(rec, pass, residual))?;
+                commands.pass(rec, "mlp", mlp, |rec, pass| step.record_mlp(rec, pass, residual, None))?;
             }
             if matches!(weights.mlp, Mlp::Experts(_)) {
                 commands.sum(rec, &hidden, n_bytes)?;
@@ -219,13 +223,15 @@ pub(super) struct LayerStep<'a> {
 }
 
 impl LayerStep<'_> {
-    /// Attention of this rank's heads, in the place of `hidden`: added to it with `residual`, otherwise alone.
+    /// Attention of this rank's heads, in the place of `hidden`: added to it with `residual`, otherwise alone. Where the norm of
+    /// [`record_mlp`](Self::record_mlp) is `next`, it may be left to add some adapters: what is returned.
     pub fn record_attention(
         &self,
         rec: &mut Recording,
         pass: &mut wgpu::ComputePass<'_>,
         residual: bool,
-    ) -> Result<()> {
+        next: bool,
+    ) -> Result<Option<Shrunk>> {
         let Self { model, weights: w, t, hidden, .. } = *self;
         let (c, heads) = (&model.config, &model.share.heads);
         let d = c.hidden;
@@ -234,9 +240,15 @@ impl LayerStep<'_> {
         let qkv_width = q_width + 2 * heads.kv_range().len();
         let x = rec.scratch("x", (t.rows * d * 4) as u64)?;
         self.norm(rec, pass, &w.input_norm, &x)?;
-        let qkv = rec.scratch("qkv", (t.rows * qkv_width * 4) as u64)?;
-        self.dense(rec, pass, &x, &w.qkv, &sites.qkv, &qkv, false)?;
-        let q = rec.scratch("q", (t.rows * q_width * 4) as u64)?;
+        let projected = self.project(rec, pass, &x)?;
+        let (qkv, q) = match &projected {
+            Some((heads, _)) => (heads.qkv.clone(), heads.q.clone()),
+            None => {
+                let qkv = rec.scratch("qkv", (t.rows * qkv_width * 4) as u64)?;
+                self.dense(&x, &w.qkv, &sites.qkv, &qkv, false).record(rec, pass)?;
+                (qkv, rec.scratch("q", (t.rows * q_width * 4) as u64)?)
+            }
+        };
         let (k_cache, v_cache) = &self.cache.layers[self.layer];
         Rope {
             rows: t.rows,
@@ -250,7 +262,7 @@ impl LayerStep<'_> {
             q: &q,
             k_cache,
             v_cache,
-            adapters: None,
+            adapters: projected.as_ref().map(|(heads, shrunk)| (heads, shrunk)),
         }
         .record(rec, pass)?;
         let attended = rec.scratch("attended", (t.rows * q_width * 4) as u64)?;
@@ -267,17 +279,64 @@ impl LayerStep<'_> {
             out: &attended,
         }
         .record(rec, pass)?;
-        self.dense(rec, pass, &attended, &w.o, &sites.o, hidden, residual)
+        let o = self.dense(&attended, &w.o, &sites.o, hidden, residual);
+        if next {
+            let u = |rec: &mut Recording, max_rank: usize| {
+                let adds = expand_norm::adds(rec.gpu().capabilities(), max_rank);
+                adds.then(|| rec.scratch("lora u", (t.rows * (4 + max_rank.next_multiple_of(8)) * 4) as u64))
+                    .transpose()
+            };
+            if let Some(lacks) = o.record_shrink(rec, pass, u)? {
+                return Ok(Some(lacks));
+            }
+        }
+        o.record(rec, pass)?;
+        Ok(None)
+    }
+
+    /// q, k and v of rows that are few, with adapters that the next stage adds; `None`, and nothing is recorded, where there are
+    /// none or it does not.
+    fn project(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        x: &View,
+    ) -> Result<Option<(Heads, Shrunk)>> {
+        let Self { weights: w, t, .. } = *self;
+        let max_rank = t.lora.as_ref().map_or(0, |batch| batch.max_rank);
+        if !dense_gemm::few(rec.gpu().capabilities(), t.rows)
+            || !Heads::fit(rec.gpu().capabilities(), t.rows, &t.attention, max_rank)
+        {
+            return Ok(None);
+        }
+        let heads = Heads::scratch(rec, t.rows, &t.attention, max_rank)?;
+        let site = &self.pool.layer(self.layer).0.qkv;
+        let qkv = self.dense(x, &w.qkv, site, &heads.qkv, false);
+        let shrunk = qkv.record_shrink(rec, pass, |_, _| Ok(Some(heads.u.clone())))?;
+        Ok(shrunk.map(|shrunk| (heads, shrunk)))
     }
 
     /// The MLP, or this rank's experts. Those are put in the place of `hidden`: added to it with `residual`, otherwise alone.
-    pub fn record_mlp(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, residual: bool) -> Result<()> {
+    /// `hidden` may lack adapters, which are added to it.
+    pub fn record_mlp(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        residual: bool,
+        lacks: Option<&Shrunk>,
+    ) -> Result<()> {
         let Self { model, weights: w, t, hidden, .. } = *self;
         let c = &model.config;
         let d = c.hidden;
         let (sites, factors) = self.pool.layer(self.layer);
         let x = rec.scratch("x", (t.rows * d * 4) as u64)?;
-        self.norm(rec, pass, &w.mlp_norm, &x)?;
+        match lacks {
+            None => self.norm(rec, pass, &w.mlp_norm, &x)?,
+            Some(adapters) => {
+                let (rows, width, eps, weight) = (t.rows, d, c.rms_eps, &w.mlp_norm);
+                ExpandNorm { rows, width, eps, x: hidden, weight, adapters, out: &x }.record(rec, pass)?;
+            }
+        }
         match &w.mlp {
             Mlp::Experts(moe) => {
                 let lora = t.lora.as_ref().map(|batch| (batch, sites, factors));
@@ -293,31 +352,28 @@ impl LayerStep<'_> {
             Mlp::Dense { gate_up, down } => {
                 let f = c.dense_width;
                 let both = rec.scratch("dense gate_up", (t.rows * 2 * f * 4) as u64)?;
-                self.dense(rec, pass, &x, gate_up, &sites.gate_up, &both, false)?;
+                self.dense(&x, gate_up, &sites.gate_up, &both, false).record(rec, pass)?;
                 let h = rec.scratch("dense h", (t.rows * f * 4) as u64)?;
                 let kind = crate::activation::Activation::Silu;
                 Activate { rows: t.rows, width: f, kind, gate_up: &both, ids: None, h: &h }.record(rec, pass)?;
-                self.dense(rec, pass, &h, down, &sites.down, hidden, true)
+                self.dense(&h, down, &sites.down, hidden, true).record(rec, pass)
             }
         }
     }
 
     /// y = W·x for every row, or y += W·x, and what each row's adapter changes at `site`.
-    #[allow(clippy::too_many_arguments, reason = "the arguments are the operands")]
-    fn dense(
-        &self,
-        rec: &mut Recording,
-        pass: &mut wgpu::ComputePass<'_>,
-        x: &View,
-        weights: &Weights,
-        site: &LoraSite,
-        y: &View,
+    fn dense<'b>(
+        &'b self,
+        x: &'b View,
+        weights: &'b Weights,
+        site: &'b LoraSite,
+        y: &'b View,
         accumulate: bool,
-    ) -> Result<()> {
+    ) -> Dense<'b> {
         let (tokens, status, exact) = (self.t.rows, self.t.status, false);
         let factors = self.pool.layer(self.layer).1;
         let adapters = self.t.lora.as_ref().map(|batch| (batch, site, factors));
-        Dense { tokens, x, weights, adapters, y, accumulate, exact, status }.record(rec, pass)
+        Dense { tokens, x, weights, adapters, y, accumulate, exact, status }
     }
 
     /// The norm of `hidden`.
