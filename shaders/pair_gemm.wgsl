@@ -74,18 +74,21 @@ fn main(
     @builtin(subgroup_id) subgroup: u32,
 ) {
     // Pairs vary first, so that pairs of one expert read its rows at about the same time.
-    let workgroup = group.yxz;
     {% if rows == "chosen" %}
-    let writes = (group.y == 0u) & (subgroup == 0u);
-    {% endif %}
-    {% with writes = "writes" %}
-    {% include "shared/tiles.wgsl" %}
-    {% endwith %}
-    {% if rows == "chosen" %}
-    if (writes && subgroup_lane == 0u && label < 0) {
-        atomicOr(&status[0], 1u);
+    if (group.y == 0u) {
+        if ((subgroup == 0u) & (group.x < params.rows / params.row_div)) {
+            let found = leave_choice(group.x, params.row_div, subgroup_lane);
+            if (subgroup_lane == 0u && found < params.row_div) {
+                atomicOr(&status[0], 1u);
+            }
+        }
+        return;
     }
+    let workgroup = vec3<u32>(group.y - 1u, group.x, group.z);
+    {% else %}
+    let workgroup = group.yxz;
     {% endif %}
+    {% include "shared/tiles.wgsl" %}
     if (label < i32(params.first) || label >= i32(params.first + params.count)) {
         return;
     }

@@ -73,8 +73,7 @@ struct PairGemmShrinkParams {
 
 fn shrink(pair: u32, row: u32, subgroup_lane: u32) {
     {% if chooses %}
-    // The stages behind find the choice here.
-    let expert = chosen(pair, params.top_k, subgroup_lane, row == 0u);
+    let expert = chosen(pair, params.top_k, subgroup_lane);
     {% endif %}
     {% with dense = false, reports = false, ids = "chosen" if chooses else "pair_ids" %}
     {% include "shared/pair_factor.wgsl" %}
@@ -127,10 +126,16 @@ fn main(
         shrink(group.x, group.y * {{ lanes // depth_lanes }}u + subgroup, subgroup_lane);
         return;
     }
-    let workgroup = vec3<u32>(group.y - params.shrink_tiles, group.x, group.z);
-    {% with writes = "false" %}
+    {% if chooses %}
+    if (group.y == params.shrink_tiles) {
+        if ((subgroup == 0u) & (group.x < params.rows / params.row_div)) {
+            let found = leave_choice(group.x, params.row_div, subgroup_lane);
+        }
+        return;
+    }
+    {% endif %}
+    let workgroup = vec3<u32>(group.y - params.shrink_tiles{% if chooses %} - 1u{% endif %}, group.x, group.z);
     {% include "shared/tiles.wgsl" %}
-    {% endwith %}
     if (label < i32(params.first) || label >= i32(params.first + params.count)) {
         return;
     }

@@ -1,38 +1,63 @@
-// The choice of experts inside the first product of few pairs, so that nothing waits for a stage between: each subgroup chooses for its
-// own pair what `route` would, and one for each pair `writes` id and weight for the stages behind.
+// The choice of experts inside the first product of few pairs, so that nothing waits for a stage between: each subgroup finds the expert
+// of its own pair, and a workgroup for each token leaves for the stages behind what `route` would.
 {% with lanes = depth_lanes, one_subgroup = true %}
 {% include "shared/reduce.wgsl" %}
 {% endwith %}
 {% include "shared/score.wgsl" %}
 
-// The expert of `pair`; -1 where the row has too few finite logits. `top_k` pairs share a row.
-fn chosen(pair: u32, top_k: u32, lane: u32, writes: bool) -> i32 {
+// The expert of `pair`, -1 where the row has too few finite logits: that of the largest logit, after as many larger ones as pairs of the
+// row stand before. `top_k` pairs share a row. Lanes hold experts in order, so the first lane that has a logit has the lowest id.
+fn chosen(pair: u32, top_k: u32, lane: u32) -> i32 {
     let row = pair / top_k * params.experts;
     {% include "shared/logits.wgsl" %}
+    {% for v in range(values) %}
+    var key{{ v }} = logit{{ v }};
+    {% endfor %}
+    var expert = -1;
+    for (var k = 0u; k <= pair % top_k; k = k + 1u) {
+        var own = 0u;
+        {% for v in range(values) %}
+        own = max(own, key{{ v }});
+        {% endfor %}
+        let key = reduce_max_u32(own, lane);
+        let first = first_lane(own == key, lane);
+        var which = 0u;
+        {% for v in range(values - 1, 0, -1) %}
+        which = select(which, {{ v }}u, key{{ v }} == key);
+        {% endfor %}
+        {% if values > 1 %}
+        which = select(which, 0u, key0 == key);
+        {% endif %}
+        {% for v in range(values) %}
+        key{{ v }} = select(key{{ v }}, 0u, (lane == first) & (which == {{ v }}u));
+        {% endfor %}
+        expert = select(-1, i32(first * {{ values }}u + subgroupShuffle(which, first)), key != 0u);
+    }
+    return expert;
+}
+
+// Leaves ids and weights of `token`, and returns how many of its places found an expert.
+fn leave_choice(token: u32, top_k: u32, lane: u32) -> u32 {
+    let row = token * params.experts;
+    {% include "shared/logits.wgsl" %}
+    {% include "shared/logit_total.wgsl" %}
     {% for v in range(values) %}
     var key{{ v }} = logit{{ v }};
     {% endfor %}
     {% with top_k = "top_k" %}
     {% include "shared/places.wgsl" %}
     {% endwith %}
-    let own_place = pair % top_k;
-    var own = 0u;
+    {% include "shared/choice_weights.wgsl" %}
+    let at = token * top_k;
     {% for v in range(values) %}
-    own = select(own, expert{{ v }} + 1u, place{{ v }} == own_place);
-    {% endfor %}
-    let id = i32(reduce_max_u32(own, lane)) - 1;
-    if (writes) {
-        {% include "shared/logit_total.wgsl" %}
-        {% include "shared/choice_weights.wgsl" %}
-        var weight = 0.0;
-        {% for v in range(values) %}
-        weight = select(weight, weight{{ v }} * factor, place{{ v }} == own_place);
-        {% endfor %}
-        weight = reduce_sum(weight, lane);
-        if (lane == 0u) {
-            topk[pair] = bitcast<u32>(id);
-            topk[params.weights_base + pair] = bitcast<u32>(weight);
-        }
+    if (place{{ v }} != 0xffffffffu) {
+        topk[at + place{{ v }}] = expert{{ v }};
+        topk[params.weights_base + at + place{{ v }}] = bitcast<u32>(weight{{ v }} * factor);
     }
-    return id;
+    {% endfor %}
+    for (var k = found + lane; k < top_k; k = k + {{ depth_lanes }}u) {
+        topk[at + k] = 0xffffffffu;
+        topk[params.weights_base + at + k] = 0u;
+    }
+    return found;
 }

@@ -164,7 +164,7 @@ impl PairGemm<'_> {
             };
             let columns = (piece.rows / matrices).div_ceil((rows::SUBGROUPS * per_lane(kind.is_some())) as usize);
             // No more tiles than pairs; those that are not there end at once.
-            let grid = Grid::Direct([self.rows as u32, columns as u32, 1]);
+            let grid = Grid::Direct([self.rows as u32, columns as u32 + u32::from(self.choice.is_some()), 1]);
             let ids = self.choice.map_or(ids, |c| c.logits);
             let mut buffers = vec![self.x, view, ids, u, pool, self.y];
             buffers.extend(self.choice.iter().flat_map(|c| [c.topk.view(), c.status]));

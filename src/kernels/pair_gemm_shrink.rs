@@ -179,7 +179,8 @@ impl PairGemmShrink<'_> {
             };
             let columns = piece.rows.div_ceil((rows::SUBGROUPS * PER_LANE) as usize);
             // No more tiles than pairs; those that are not there end at once.
-            let grid = Grid::Direct([rows as u32, (shrink_tiles + columns) as u32, 1]);
+            let writers = usize::from(self.choice.is_some());
+            let grid = Grid::Direct([rows as u32, (shrink_tiles + writers + columns) as u32, 1]);
             let (pool, index, mapping) = (factors.pool(site), &factors.index, self.shrink.token_lora_mapping);
             let buffers = match self.choice {
                 Some(c) => [x, view, c.logits, pool, index, mapping, &sums, c.topk.view()],
