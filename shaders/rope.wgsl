@@ -1,6 +1,6 @@
 // What happens to the projected heads before attention: RMS norm of each query and key head, rotary position (halves
 // rotated, as in the transformers library), keys and values written to their place in the paged cache. One workgroup
-// for each row and head; attention reads q and the cache. The table comes from the host in f64: WGSL's own sine is
+// for each row and head, or for some heads of many rows; attention reads q and the cache. The table comes from the host in f64: WGSL's own sine is
 // good to about 2^-11 only. With `pairs` a lane has at most that many elements of each half and keeps them: all that is read is
 // on its way before anything waits. With `lora` the heads still lack what adapters add, B u, and q stands in one buffer with them.
 struct RopeParams {
@@ -111,13 +111,29 @@ fn write_turned(row: u32, head: u32, cached: u32, i: u32, both: vec2<f32>, turn:
     }
 }
 
-@compute @workgroup_size({{ lanes }})
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+@compute @workgroup_size({{ lanes * heads_at_once }})
+fn main(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    {% if heads_at_once > 1 %}
+    @builtin(subgroup_invocation_id) lane: u32,
+    @builtin(subgroup_id) subgroup: u32,
+    {% else %}
+    @builtin(local_invocation_index) lane: u32,
+    {% endif %}
+) {
     let row = folded(workgroup);
+    {% if heads_at_once > 1 %}
+    // Many small workgroups would take longer to start than to work: each subgroup has a head.
+    let head = workgroup.x * {{ heads_at_once }}u + subgroup;
+    if (row >= params.rows || head >= params.heads + 2u * params.kv_heads) {
+        return;
+    }
+    {% else %}
+    let head = workgroup.x;
     if (row >= params.rows) {
         return;
     }
-    let head = workgroup.x;
+    {% endif %}
     let half = params.head_dim / 2u;
     let source = (row * (params.heads + 2u * params.kv_heads) + head) * params.head_dim;
     let is_query = head < params.heads;

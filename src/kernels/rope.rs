@@ -6,6 +6,7 @@ use crate::kernels::pair_shrink::Shrunk;
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;
+use crate::plan::rows::SUBGROUPS;
 
 /// The shader.
 pub static ROPE: Kernel = Kernel { stem: "rope", reads: 5, writes: 3 };
@@ -143,9 +144,18 @@ pub fn adds(caps: &Capabilities, head_dim: usize) -> bool {
     pairs(caps, head_dim) > 0
 }
 
-/// The variables on one device for heads of `head_dim` columns, with `lora` for those that lack adapters.
-pub fn vars(caps: &Capabilities, head_dim: usize, lora: bool) -> Vars {
+/// Rows from which on a workgroup has several heads.
+const MANY_ROWS: usize = 256;
+
+/// Heads of a workgroup: one, or of many rows as many as it has subgroups.
+pub fn heads_at_once(caps: &Capabilities, rows: usize) -> u32 {
+    if caps.along_depth && caps.one_subgroup && rows >= MANY_ROWS { SUBGROUPS } else { 1 }
+}
+
+/// The variables on one device for heads of `head_dim` columns, so many a workgroup, with `lora` for those that lack adapters.
+pub fn vars(caps: &Capabilities, head_dim: usize, heads_at_once: u32, lora: bool) -> Vars {
     vec![
+        ("heads_at_once", heads_at_once.into()),
         ("pairs", pairs(caps, head_dim).into()),
         ("lora", lora.into()),
         ("lanes", caps.row_lanes.into()),
@@ -174,7 +184,8 @@ impl Rope<'_> {
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         let s = &self.shape;
-        let vars = vars(rec.gpu().capabilities(), s.head_dim, self.adapters.is_some());
+        let heads_at_once = heads_at_once(rec.gpu().capabilities(), self.rows);
+        let vars = vars(rec.gpu().capabilities(), s.head_dim, heads_at_once, self.adapters.is_some());
         let kernel = if self.adapters.is_some() { &ROPE_EXPAND } else { &ROPE };
         let pipeline = pipeline(rec.gpu(), kernel, vars)?;
         let word = |view: &View| (view.offset / 4) as u32;
@@ -197,7 +208,7 @@ impl Rope<'_> {
             None => [self.qkv, norms, table, row_table, blocks, self.q, k_cache, v_cache],
             Some((heads, shrunk)) => [norms, table, row_table, blocks, &shrunk.pool, &heads.whole, k_cache, v_cache],
         };
-        let grid = Grid::folded((s.heads + 2 * s.kv_heads) as u32, self.rows as u32);
+        let grid = Grid::folded(((s.heads + 2 * s.kv_heads) as u32).div_ceil(heads_at_once), self.rows as u32);
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         Ok(())
     }
