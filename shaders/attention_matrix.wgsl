@@ -1,3 +1,4 @@
+{% import "shared/matrices.wgsl" as m %}
 // Causal attention of a tile of queries, consecutive rows of one sequence times the heads that share a key head, on
 // cooperative matrices: {{ subgroups * 16 }} queries a workgroup, 16 a subgroup, over keys and values in blocks of {{ positions }} positions as
 // `attention_pack` left them. Scores and weights pass through workgroup memory of each subgroup's own, where two lanes
@@ -52,10 +53,10 @@ const SLACK: f32 = 8.0;
 // Weights are kept above the small end of f16 by this power of two.
 const LIFT = 3;
 
-var<workgroup> k_tile: array<vec4<f16>, {{ positions * row }}>;
-var<workgroup> v_tile: array<vec4<f16>, {{ positions * row }}>;
-var<workgroup> score_tile: array<vec4<f32>, {{ subgroups * 16 * strip_row }}>;
-var<workgroup> weight_tile: array<vec4<f16>, {{ subgroups * 16 * weight_row }}>;
+var<workgroup> k_tile: array<{{ m.quad("f16") }}, {{ positions * row }}>;
+var<workgroup> v_tile: array<{{ m.quad("f16") }}, {{ positions * row }}>;
+var<workgroup> score_tile: array<{{ m.quad("f32") }}, {{ subgroups * 16 * strip_row }}>;
+var<workgroup> weight_tile: array<{{ m.quad("f16") }}, {{ subgroups * 16 * weight_row }}>;
 
 {% include "shared/rows.wgsl" %}
 {% include "shared/halves.wgsl" %}
@@ -108,16 +109,16 @@ fn main(
     let q_scale = power_of_two(q_shift);
     {% for r in range(head_dim // 32) %}
     {% for j in range(4) %}
-    weight_tile[weight_at + {{ 2 * j }}u] = vec4<f16>(q[source + {{ 8 * r + 2 * j }}u + half] * params.scale * q_scale);
+    weight_tile[weight_at + {{ 2 * j }}u] = {{ m.to_quad("f16", "vec4<f16>(q[source + " ~ (8 * r + 2 * j) ~ "u + half] * params.scale * q_scale)") }};
     {% endfor %}
     subgroupBarrier();
-    let q{{ 2 * r }} = coopLoadT<Left>(&weight_tile[weight_begin], WEIGHT_ROW);
-    let q{{ 2 * r + 1 }} = coopLoadT<Left>(&weight_tile[weight_begin + 4u], WEIGHT_ROW);
+    {{ m.load_t("let q" ~ 2 * r, "Left", "weight_tile", "weight_begin", "WEIGHT_ROW") }}
+    {{ m.load_t("let q" ~ (2 * r + 1), "Left", "weight_tile", "weight_begin + 4u", "WEIGHT_ROW") }}
     subgroupBarrier();
     {% endfor %}
 
     {% for d in range(depths) %}
-    var sum{{ d }} = Sum();
+    {{ m.zero("sum" ~ d) }}
     {% endfor %}
     var reference = -3.0e38;
     // Of this lane's columns.
@@ -127,7 +128,7 @@ fn main(
     var least_exponent = 1000;
 
     {% for i in range(loads) %}
-    k_tile[place{{ i }}] = k{{ i }};
+    k_tile[place{{ i }}] = {{ m.to_quad("f16", "k" ~ i) }};
     {% endfor %}
     workgroupBarrier();
     for (var step = 0u; step < steps; step = step + 1u) {
@@ -135,15 +136,15 @@ fn main(
         let next_block = first_block + min(step + 1u, steps - 1u) * stride;
         let exponents = packed[block + 2u * BLOCK];
         {% for c in range(columns) %}
-        var score{{ c }} = Sum();
+        {{ m.zero("score" ~ c) }}
         {% endfor %}
         {% for d in range(depths) %}
         {% for c in range(columns) %}
-        score{{ c }} = coopMultiplyAdd(q{{ d }}, coopLoad<Right>(&k_tile[{{ c * 16 * row + d * 4 }}u], ROW), score{{ c }});
+        {{ m.multiply_add_loaded("score" ~ c, "q" ~ d, "k_tile", (c * 16 * row + d * 4) ~ "u", "ROW", false) }}
         {% endfor %}
         {% endfor %}
         {% for i in range(loads) %}
-        v_tile[place{{ i }}] = v{{ i }};
+        v_tile[place{{ i }}] = {{ m.to_quad("f16", "v" ~ i) }};
         {% endfor %}
         {% for i in range(loads) %}
         k{{ i }} = packed[next_block + lane + {{ i * lanes }}u];
@@ -153,16 +154,16 @@ fn main(
         {% for s in range(positions // strip) %}
         {
             {% for j in range(strip // 16) %}
-            let strip{{ j }} = &score_tile[score_begin + {{ 4 * j }}u];
-            let part{{ j }} = score{{ s * (strip // 16) + j }};
-            coopStoreT(part{{ j }}, strip{{ j }}, STRIP_ROW);
+            {{ m.point("strip" ~ j, "score_tile", "score_begin + " ~ 4 * j ~ "u") }}
+            {{ m.hold("part" ~ j, "score" ~ (s * (strip // 16) + j)) }}
+            {{ m.store_t("part" ~ j, "strip" ~ j, "score_tile", "STRIP_ROW", true) }}
             {% endfor %}
         }
         subgroupBarrier();
         {% for j in range(strip // 16) %}
         {% set c = s * (strip // 16) + j %}
-        var low{{ c }} = score_tile[score_at + {{ 4 * j }}u];
-        var high{{ c }} = score_tile[score_at + {{ 4 * j + 2 }}u];
+        var low{{ c }} = {{ m.of_quad("score_tile[score_at + " ~ 4 * j ~ "u]") }};
+        var high{{ c }} = {{ m.of_quad("score_tile[score_at + " ~ (4 * j + 2) ~ "u]") }};
         {% endfor %}
         subgroupBarrier();
         {% endfor %}
@@ -200,15 +201,15 @@ fn main(
                 let factor = keep * power_of_two(clamp(next_exponent - exponent, -126, 126));
                 {% for d in range(depths) %}
                 {
-                    let strip = &score_tile[score_begin];
-                    let part = sum{{ d }};
-                    coopStoreT(part, strip, STRIP_ROW);
+                    {{ m.point("strip", "score_tile", "score_begin") }}
+                    {{ m.hold("part", "sum" ~ d) }}
+                    {{ m.store_t("part", "strip", "score_tile", "STRIP_ROW", true) }}
                 }
                 subgroupBarrier();
-                score_tile[score_at] = score_tile[score_at] * factor;
-                score_tile[score_at + 2u] = score_tile[score_at + 2u] * factor;
+                score_tile[score_at] = {{ m.to_quad("f32", m.of_quad("score_tile[score_at]") ~ " * factor") }};
+                score_tile[score_at + 2u] = {{ m.to_quad("f32", m.of_quad("score_tile[score_at + 2u]") ~ " * factor") }};
                 subgroupBarrier();
-                sum{{ d }} = coopLoadT<Sum>(&score_tile[score_begin], STRIP_ROW);
+                {{ m.load_t("sum" ~ d, "Sum", "score_tile", "score_begin", "STRIP_ROW") }}
                 subgroupBarrier();
                 {% endfor %}
             }
@@ -226,12 +227,12 @@ fn main(
         let first{{ c }} = exp2(fma(low{{ c }}, slope, offset));
         let second{{ c }} = exp2(fma(high{{ c }}, slope, offset));
         added = added + first{{ c }} + second{{ c }};
-        weight_tile[weight_at + {{ 4 * j }}u] = vec4<f16>(first{{ c }});
-        weight_tile[weight_at + {{ 4 * j + 2 }}u] = vec4<f16>(second{{ c }});
+        weight_tile[weight_at + {{ 4 * j }}u] = {{ m.to_quad("f16", "vec4<f16>(first" ~ c ~ ")") }};
+        weight_tile[weight_at + {{ 4 * j + 2 }}u] = {{ m.to_quad("f16", "vec4<f16>(second" ~ c ~ ")") }};
         {% endfor %}
         subgroupBarrier();
         {% for j in range(weight_columns // 16) %}
-        let weight{{ r * (weight_columns // 16) + j }} = coopLoadT<Left>(&weight_tile[weight_begin + {{ 4 * j }}u], WEIGHT_ROW);
+        {{ m.load_t("let weight" ~ (r * (weight_columns // 16) + j), "Left", "weight_tile", "weight_begin + " ~ 4 * j ~ "u", "WEIGHT_ROW") }}
         {% endfor %}
         subgroupBarrier();
         {% endfor %}
@@ -239,14 +240,14 @@ fn main(
 
         workgroupBarrier();
         {% for i in range(loads) %}
-        k_tile[place{{ i }}] = k{{ i }};
+        k_tile[place{{ i }}] = {{ m.to_quad("f16", "k" ~ i) }};
         {% endfor %}
         {% for i in range(loads) %}
         v{{ i }} = packed[next_block + BLOCK + lane + {{ i * lanes }}u];
         {% endfor %}
         {% for c in range(columns) %}
         {% for d in range(depths) %}
-        sum{{ d }} = coopMultiplyAdd(weight{{ c }}, coopLoadT<Right>(&v_tile[{{ c * 16 * row + d * 4 }}u], ROW), sum{{ d }});
+        {{ m.multiply_add_loaded("sum" ~ d, "weight" ~ c, "v_tile", (c * 16 * row + d * 4) ~ "u", "ROW", true) }}
         {% endfor %}
         {% endfor %}
         workgroupBarrier();
@@ -258,14 +259,14 @@ fn main(
     let written = m < item.y * params.group;
     {% for d in range(depths) %}
     {
-        let strip = &score_tile[score_begin];
-        let part = sum{{ d }};
-        coopStoreT(part, strip, STRIP_ROW);
+        {{ m.point("strip", "score_tile", "score_begin") }}
+        {{ m.hold("part", "sum" ~ d) }}
+        {{ m.store_t("part", "strip", "score_tile", "STRIP_ROW", true) }}
     }
     subgroupBarrier();
     if (written) {
-        out[source + {{ 4 * d }}u + half] = score_tile[score_at] * inverse * unit;
-        out[source + {{ 4 * d + 2 }}u + half] = score_tile[score_at + 2u] * inverse * unit;
+        out[source + {{ 4 * d }}u + half] = {{ m.of_quad("score_tile[score_at]") }} * inverse * unit;
+        out[source + {{ 4 * d + 2 }}u + half] = {{ m.of_quad("score_tile[score_at + 2u]") }} * inverse * unit;
     }
     subgroupBarrier();
     {% endfor %}

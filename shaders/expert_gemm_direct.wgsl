@@ -1,3 +1,4 @@
+{% import "shared/matrices.wgsl" as m %}
 // Product y = W[e] x on cooperative matrices for many rows: what `expert_gemm_matrix` does for few. A workgroup owns {{ height }}
 // {{ "rows" if rows == "dense" else "pairs of one expert" }} and {{ columns }} output columns. Rows of x come as blocks (`pack`, `tile_rows`, `activation_pack`) that go from
 // memory straight into matrices, {{ x_ahead * 16 }} of the inner dimension ahead. Only W passes through workgroup memory, as f16: so little
@@ -14,11 +15,11 @@ diagnostic(off, derivative_uniformity);
 {% include "shared/matrix_params.wgsl" %}
 
 @group(0) @binding(0) var<uniform> params: ExpertGemmMatrixParams;
-@group(0) @binding(1) var<storage, read> x: array<vec4<f16>>; // [rows / 16, K / 16, 16, 16], exponents [rows] when dense
+@group(0) @binding(1) var<storage, read> x: array<{{ m.quad("f16") }}>; // [rows / 16, K / 16, 16, 16], exponents [rows] when dense
 @group(0) @binding(2) var<storage, read> w: array<vec4<u32>>; // [count, out_rows, K], rows padded to eight
 @group(0) @binding(3) var<storage, read> ids: array<i32>; // alignment; unused when dense
 {% if lora %}
-@group(0) @binding(4) var<storage, read> u: array<vec4<f16>>; // [rows / 16, projections, room, 16, 16] from `fold_blocks`
+@group(0) @binding(4) var<storage, read> u: array<{{ m.quad("f16") }}>; // [rows / 16, projections, room, 16, 16] from `fold_blocks`
 @group(0) @binding(5) var<storage, read> pool: array<vec4<u32>>;
 @group(0) @binding(6) var<storage, read> index: array<Factor>; // [slots, experts, projections] from index_base
 @group(0) @binding(7) var<storage, read> token_lora_mapping: array<i32>; // [T]
@@ -38,7 +39,7 @@ diagnostic(off, derivative_uniformity);
 {% set steps = depth // 16 %}
 const ROW = {{ row }}u;
 // W, and then B of the adapters.
-var<workgroup> w_tile: array<vec4<f16>, {{ columns * row }}>;
+var<workgroup> w_tile: array<{{ m.quad("f16") }}, {{ columns * row }}>;
 {% if lora %}
 // What B is multiplied by, and u divided by: so that neither leaves the range of f16.
 const LIFT = {{ 2 ** lift }}.0;
@@ -132,7 +133,7 @@ fn main(
         let x_at = (first_row + row_begin) / 16u * params.x_groups * 64u;
         {% for i in range(sub_rows // 16) %}
         {% for j in range(sub_columns // 16) %}
-        var sum{{ i }}_{{ j }} = Sum();
+        {{ m.zero("sum" ~ i ~ "_" ~ j) }}
         {% endfor %}
         {% endfor %}
         {% if rows == "dense" %}
@@ -140,7 +141,7 @@ fn main(
         {% endif %}
         {% for q in range(x_ahead) %}
         {% for i in range(sub_rows // 16) %}
-        var left{{ q }}_{{ i }} = coopLoadT<Left>(&x[x_at + ({{ i }}u * params.x_groups + {{ q }}u) * 64u], 4u);
+        {{ m.load_t("var left" ~ q ~ "_" ~ i, "Left", "x", "x_at + (" ~ i ~ "u * params.x_groups + " ~ q ~ "u) * 64u", "4u") }}
         {% endfor %}
         {% endfor %}
         for (var step = 0u; step < steps; step = step + 1u) {
@@ -148,8 +149,8 @@ fn main(
             {% for i in range(w_loads) %}
             {
                 let at = row{{ i }} * ROW + part * 2u;
-                w_tile[at] = decode(w{{ i }}.xy);
-                w_tile[at + 1u] = decode(w{{ i }}.zw);
+                w_tile[at] = {{ m.to_quad("f16", "decode(w" ~ i ~ ".xy)") }};
+                w_tile[at + 1u] = {{ m.to_quad("f16", "decode(w" ~ i ~ ".zw)") }};
             }
             {% endfor %}
             workgroupBarrier();
@@ -158,14 +159,14 @@ fn main(
             {% set held = q % x_ahead %}
             {
                 {% for j in range(sub_columns // 16) %}
-                let right{{ j }} = coopLoad<Right>(&w_tile[{{ q * 4 }}u + (column_begin + {{ j * 16 }}u) * ROW], ROW);
+                {{ m.load("let right" ~ j, "Right", "w_tile", q * 4 ~ "u + (column_begin + " ~ j * 16 ~ "u) * ROW", "ROW") }}
                 {% for i in range(sub_rows // 16) %}
-                sum{{ i }}_{{ j }} = coopMultiplyAdd(left{{ held }}_{{ i }}, right{{ j }}, sum{{ i }}_{{ j }});
+                {{ m.multiply_add("sum" ~ i ~ "_" ~ j, "left" ~ held ~ "_" ~ i, "right" ~ j) }}
                 {% endfor %}
                 {% endfor %}
                 let next = min(step * {{ steps }}u + {{ q + x_ahead }}u, params.x_groups - 1u);
                 {% for i in range(sub_rows // 16) %}
-                left{{ held }}_{{ i }} = coopLoadT<Left>(&x[x_at + ({{ i }}u * params.x_groups + next) * 64u], 4u);
+                {{ m.load_t("left" ~ held ~ "_" ~ i, "Left", "x", "x_at + (" ~ i ~ "u * params.x_groups + next) * 64u", "4u") }}
                 {% endfor %}
             }
             {% endfor %}

@@ -1,3 +1,4 @@
+{% import "shared/matrices.wgsl" as m %}
 // Grouped product y = W[e] x on cooperative matrices: a workgroup owns {{ height }} pairs of one expert and {{ columns }} output columns, a
 // subgroup of it {{ sub_rows }} x {{ sub_columns }}. Both operands pass through workgroup memory as f16, {{ depth }} of the inner dimension at a time, and
 // are loaded {{ ahead }} steps ahead: memory is far. Little workgroup memory matters more than few barriers: of low tiles a
@@ -44,8 +45,8 @@ diagnostic(off, derivative_uniformity);
 {% set x_loads = (height + at_once - 1) // at_once %}
 {% set w_loads = (columns + at_once - 1) // at_once %}
 const ROW = {{ row }}u;
-var<workgroup> x_tile: array<vec4<f16>, {{ height * row }}>;
-var<workgroup> w_tile: array<vec4<f16>, {{ columns * row }}>;
+var<workgroup> x_tile: array<{{ m.quad("f16") }}, {{ height * row }}>;
+var<workgroup> w_tile: array<{{ m.quad("f16") }}, {{ columns * row }}>;
 {% if rows == "dense" %}
 var<workgroup> y_tile: array<f32, {{ subgroups * 16 * strip }}>;
 {% endif %}
@@ -125,7 +126,7 @@ fn main(
     {% endif %}
     {% for i in range(sub_rows // 16) %}
     {% for j in range(sub_columns // 16) %}
-    var sum{{ i }}_{{ j }} = Sum();
+    {{ m.zero("sum" ~ i ~ "_" ~ j) }}
     {% endfor %}
     {% endfor %}
     {% if rows == "dense" %}
@@ -167,8 +168,8 @@ fn main(
     {
     {% endif %}
         let at = row{{ i }} * ROW + part * 2u;
-        {{ tile }}[at] = {{ first }};
-        {{ tile }}[at + 1u] = {{ second }};
+        {{ tile }}[at] = {{ m.to_quad("f16", first) }};
+        {{ tile }}[at + 1u] = {{ m.to_quad("f16", second) }};
     }
     {% endmacro %}
     {% macro multiply() %}
@@ -180,12 +181,12 @@ fn main(
                 {% for q in range(depth // 16) %}
                 {
                     {% for i in range(sub_rows // 16) %}
-                    let left{{ i }} = coopLoadT<Left>(&x_tile[{{ q * 4 }}u + (row_begin + {{ i * 16 }}u) * ROW], ROW);
+                    {{ m.load_t("let left" ~ i, "Left", "x_tile", q * 4 ~ "u + (row_begin + " ~ i * 16 ~ "u) * ROW", "ROW") }}
                     {% endfor %}
                     {% for j in range(sub_columns // 16) %}
-                    let right{{ j }} = coopLoad<Right>(&w_tile[{{ q * 4 }}u + (column_begin + {{ j * 16 }}u) * ROW], ROW);
+                    {{ m.load("let right" ~ j, "Right", "w_tile", q * 4 ~ "u + (column_begin + " ~ j * 16 ~ "u) * ROW", "ROW") }}
                     {% for i in range(sub_rows // 16) %}
-                    sum{{ i }}_{{ j }} = coopMultiplyAdd(left{{ i }}, right{{ j }}, sum{{ i }}_{{ j }});
+                    {{ m.multiply_add("sum" ~ i ~ "_" ~ j, "left" ~ i, "right" ~ j) }}
                     {% endfor %}
                     {% endfor %}
                 }
@@ -257,7 +258,7 @@ fn main(
         {% endfor %}
         {% endfor %}
         if (part == 0u) {
-            w_tile[row0 % {{ columns }}u * ROW + {{ depth // 4 }}u] = halves(unread.xy ^ unread.zw);
+            w_tile[row0 % {{ columns }}u * ROW + {{ depth // 4 }}u] = {{ m.to_quad("f16", "halves(unread.xy ^ unread.zw)") }};
         }
     }
     {% endif %}

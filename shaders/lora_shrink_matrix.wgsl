@@ -1,3 +1,4 @@
+{% import "shared/matrices.wgsl" as m %}
 // First half of an adapter on cooperative matrices: u[p] = s A x[row(p)]. A workgroup takes {{ height }} pairs of one virtual expert, and 16
 // rows of A of each of {{ per }} projections. Its subgroups share the {{ "pairs" if tall else "depth" }} among them{{ "" if tall else " and add up their sums at the end" }}. Both
 // operands pass through workgroup memory as f16: rows of x come packed, each with its power of two; a factor's A has one, too.
@@ -53,8 +54,8 @@ struct LoraShrinkMatrixParams {
 {# Rows in workgroup memory are eight halves longer, so that lanes meet different banks. #}
 {% set row = (part * 8 + 8) // 4 %}
 const ROW = {{ row }}u;
-var<workgroup> x_tile: array<vec4<f16>, {{ subgroups * 16 * row }}>;
-var<workgroup> a_tile: array<vec4<f16>, {{ a_copies * per * 16 * row }}>;
+var<workgroup> x_tile: array<{{ m.quad("f16") }}, {{ subgroups * 16 * row }}>;
+var<workgroup> a_tile: array<{{ m.quad("f16") }}, {{ a_copies * per * 16 * row }}>;
 var<workgroup> u_tile: array<f32, {{ subgroups * 256 }}>;
 
 {% include "shared/rows.wgsl" %}
@@ -134,7 +135,7 @@ fn main(
     {% endif %}
     {% for p in range(per) %}
     let to_halves{{ p }} = a_scale(factor{{ p }});
-    var sum{{ p }} = Sum();
+    {{ m.zero("sum" ~ p) }}
     {% for i in range(a_loads) %}
     var a{{ p }}_{{ i }} = vec4<u32>();
     var b{{ p }}_{{ i }} = vec4<u32>();
@@ -174,8 +175,8 @@ fn main(
         {
             let x_to = x_begin + row{{ i }} * ROW + part * 2u;
             let words = select(vec4<u32>(), x{{ i }}, inside);
-            x_tile[x_to] = halves(words.xy);
-            x_tile[x_to + 1u] = halves(words.zw);
+            x_tile[x_to] = {{ m.to_quad("f16", "halves(words.xy)") }};
+            x_tile[x_to + 1u] = {{ m.to_quad("f16", "halves(words.zw)") }};
         }
         {% endfor %}
         {% for i in range(a_loads) %}
@@ -183,11 +184,11 @@ fn main(
             {% for p in ps %}
             let a_to{{ p }} = a_begin + ({{ 16 * p }}u + a_row{{ i }}) * ROW + part * 2u;
             {% if wide %}
-            a_tile[a_to{{ p }}] = vec4<f16>(bitcast<vec4<f32>>(a{{ p }}_{{ i }}) * to_halves{{ p }});
-            a_tile[a_to{{ p }} + 1u] = vec4<f16>(bitcast<vec4<f32>>(b{{ p }}_{{ i }}) * to_halves{{ p }});
+            a_tile[a_to{{ p }}] = {{ m.to_quad("f16", "vec4<f16>(bitcast<vec4<f32>>(a" ~ p ~ "_" ~ i ~ ") * to_halves" ~ p ~ ")") }};
+            a_tile[a_to{{ p }} + 1u] = {{ m.to_quad("f16", "vec4<f16>(bitcast<vec4<f32>>(b" ~ p ~ "_" ~ i ~ ") * to_halves" ~ p ~ ")") }};
             {% else %}
-            a_tile[a_to{{ p }}] = vec4<f16>(decode_factor4(a{{ p }}_{{ i }}.xy, storage{{ p }}) * to_halves{{ p }});
-            a_tile[a_to{{ p }} + 1u] = vec4<f16>(decode_factor4(a{{ p }}_{{ i }}.zw, storage{{ p }}) * to_halves{{ p }});
+            a_tile[a_to{{ p }}] = {{ m.to_quad("f16", "vec4<f16>(decode_factor4(a" ~ p ~ "_" ~ i ~ ".xy, storage" ~ p ~ ") * to_halves" ~ p ~ ")") }};
+            a_tile[a_to{{ p }} + 1u] = {{ m.to_quad("f16", "vec4<f16>(decode_factor4(a" ~ p ~ "_" ~ i ~ ".zw, storage" ~ p ~ ") * to_halves" ~ p ~ ")") }};
             {% endif %}
             {% endfor %}
         }
@@ -199,10 +200,10 @@ fn main(
         if ({{ "busy" if tall else "round + begin < params.groups" }}) {
             {% for q in range(part // 2) %}
             {
-                let left = coopLoadT<Left>(&x_tile[x_begin + {{ q * 4 }}u], ROW);
+                {{ m.load_t("let left", "Left", "x_tile", "x_begin + " ~ q * 4 ~ "u", "ROW") }}
                 {% for p in ps %}
-                let right{{ p }} = coopLoad<Right>(&a_tile[a_begin + {{ 16 * p * row + q * 4 }}u], ROW);
-                sum{{ p }} = coopMultiplyAdd(left, right{{ p }}, sum{{ p }});
+                {{ m.load("let right" ~ p, "Right", "a_tile", "a_begin + " ~ (16 * p * row + q * 4) ~ "u", "ROW") }}
+                {{ m.multiply_add("sum" ~ p, "left", "right" ~ p) }}
                 {% endfor %}
             }
             {% endfor %}
@@ -218,7 +219,7 @@ fn main(
         {% endfor %}
         {% endfor %}
         workgroupBarrier();
-        x_tile[x_begin + subgroup_lane] = halves(unread.xy ^ unread.zw);
+        x_tile[x_begin + subgroup_lane] = {{ m.to_quad("f16", "halves(unread.xy ^ unread.zw)") }};
     }
     {% endmacro %}
     {% set all = range(per) %}
@@ -239,8 +240,8 @@ fn main(
         {% if p > 0 %}
         workgroupBarrier();
         {% endif %}
-        let own = &u_tile[subgroup * 256u];
-        coopStoreT(sum{{ p }}, own, 16u);
+        {{ m.point("own", "u_tile", "subgroup * 256u") }}
+        {{ m.store_t("sum" ~ p, "own", "u_tile", "16u", false) }}
         workgroupBarrier();
         {% set per_lane = 2 if folded else 1 %}
         {% if tall %}

@@ -1,6 +1,7 @@
 // How many multiply-accumulates a second the device does when nothing has to be loaded: the limit that products are held
 // against. Eight independent sums a subgroup (matrix) or an invocation (f32), so that latency does not count.
 {% if matrix %}
+{% import "shared/matrices.wgsl" as m %}
 enable f16;
 enable wgpu_cooperative_matrix;
 diagnostic(off, derivative_uniformity);
@@ -34,20 +35,20 @@ fn main(
         result[i] = 0.0;
     }
     workgroupBarrier();
-    let left = coopLoad<Left>(&operand[0], 16u);
-    let right = coopLoad<Right>(&operand[256], 16u);
+    {{ m.load("let left", "Left", "operand", "0", "16u", false) }}
+    {{ m.load("let right", "Right", "operand", "256", "16u", false) }}
     {% for i in range(8) %}
-    var sum{{ i }} = coopLoad<Sum>(&result[subgroup * 256u], 16u);
+    {{ m.load("var sum" ~ i, "Sum", "result", "subgroup * 256u", "16u", false) }}
     {% endfor %}
     for (var round = 0u; round < params.rounds; round += 1u) {
         {% for _ in range(4) %}
         {% for i in range(8) %}
-        sum{{ i }} = coopMultiplyAdd(left, right, sum{{ i }});
+        {{ m.multiply_add("sum" ~ i, "left", "right") }}
         {% endfor %}
         {% endfor %}
     }
     {% for i in range(8) %}
-    coopStore(sum{{ i }}, &result[subgroup * 256u], 16u);
+    {{ m.store("sum" ~ i, "result", "subgroup * 256u", "16u") }}
     workgroupBarrier();
     out[workgroup.x * {{ lanes }}u + lane] += result[lane];
     workgroupBarrier();

@@ -1,5 +1,7 @@
 //! The device: which adapters exist, what they can do, and the shared state of everything recorded on one of them.
 
+mod asked;
+
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -64,10 +66,13 @@ pub struct GpuInfo {
     pub driver: String,
     /// Version of the driver, as it describes itself.
     pub driver_info: String,
-    /// Smallest and largest subgroup; (0, 0) where unknown.
+    /// Smallest and largest subgroup; (0, 0) where unknown. On the matrix tier of a device whose back end does not tell, what the
+    /// device itself said when it was opened.
     pub subgroup_sizes: (u32, u32),
     /// Tiers this crate can run on it, lowest first.
     pub tiers: Vec<Tier>,
+    /// Rows of the cooperative matrices that the matrix tier multiplies here: 16 or 8; `None` without that tier.
+    pub matrix_edge: Option<u32>,
     /// Largest storage binding in bytes.
     pub max_binding_bytes: u64,
     /// Largest buffer in bytes.
@@ -159,11 +164,11 @@ fn describe(index: usize, adapter: &wgpu::Adapter) -> GpuInfo {
     let limits = adapter.limits();
     let features = adapter.features();
     let mut tiers = vec![Tier::Baseline];
+    let mut matrix_edge = None;
     if features.contains(wgpu::Features::SUBGROUP) && info.subgroup_min_size >= 4 {
         tiers.push(Tier::Subgroup);
-        if matrix::offered(&info, &features, &limits, &adapter.cooperative_matrix_properties()) {
-            tiers.push(Tier::Matrix);
-        }
+        matrix_edge = matrix::offered(&info, &features, &limits, &adapter.cooperative_matrix_properties());
+        tiers.extend(matrix_edge.map(|_| Tier::Matrix));
     }
     GpuInfo {
         index,
@@ -181,6 +186,7 @@ fn describe(index: usize, adapter: &wgpu::Adapter) -> GpuInfo {
         driver_info: info.driver_info.clone(),
         subgroup_sizes: (info.subgroup_min_size, info.subgroup_max_size),
         tiers,
+        matrix_edge,
         max_binding_bytes: limits.max_storage_buffer_binding_size,
         max_buffer_bytes: limits.max_buffer_size,
         max_workgroup_bytes: limits.max_compute_workgroup_storage_size,
@@ -318,7 +324,29 @@ impl Gpu {
             info.tiers.retain(|t| *t == Tier::Baseline);
         }
         let granted = device.features();
-        if !granted.contains(matrix::FEATURES) || limits.max_compute_workgroup_storage_size < matrix::WORKGROUP_BYTES {
+        let fits = |edge: u32| limits.max_compute_workgroup_storage_size >= matrix::workgroup_bytes(edge);
+        let runs = granted.contains(matrix::FEATURES.union(wgpu::Features::SUBGROUP));
+        info.matrix_edge = info.matrix_edge.filter(|edge| runs && fits(*edge));
+        let flags = adapter.get_downlevel_capabilities().flags;
+        let open = |info: GpuInfo, tier: Tier| -> Result<Self> {
+            let capabilities = Capabilities::new(&info, &limits, flags, tier)?;
+            let (device, queue, lost) = (device.clone(), queue.clone(), lost.clone());
+            let (pipelines, layouts) = (Arc::default(), Arc::default());
+            let inner = Inner { device, queue, info, tier, capabilities, lost, pipelines, layouts };
+            Ok(Self { inner: Arc::new(inner) })
+        };
+        let mut asked = None;
+        if let Some(edge) = info.matrix_edge
+            && matrix::asks_subgroups(adapter.get_info().backend)
+            && tier.is_none_or(|tier| tier == Tier::Matrix)
+        {
+            asked = asked::subgroups(&open(info.clone(), Tier::Subgroup)?, edge).unwrap_or_else(|e| {
+                log::warn!("device `{}`: no products on matrices: {e}", info.name);
+                None
+            });
+            info.matrix_edge = asked.map(|_| edge);
+        }
+        if info.matrix_edge.is_none() {
             info.tiers.retain(|t| *t != Tier::Matrix);
         }
         let best = *info.tiers.last().unwrap_or(&Tier::Baseline);
@@ -335,19 +363,11 @@ impl Gpu {
         if info.lacks_dxc() {
             log::warn!("device `{}`: {DXC_HINT}", info.name);
         }
-        let capabilities = Capabilities::new(&info, &limits, adapter.get_downlevel_capabilities().flags, tier)?;
-        Ok(Self {
-            inner: Arc::new(Inner {
-                device,
-                queue,
-                info,
-                tier,
-                capabilities,
-                lost,
-                pipelines: Arc::default(),
-                layouts: Arc::default(),
-            }),
-        })
+        // The lower tiers take subgroups of any size, as the back end says.
+        if let (Some(size), Tier::Matrix) = (asked, tier) {
+            info.subgroup_sizes = (size, size);
+        }
+        open(info, tier)
     }
 
     /// The same device with submissions of at most `macs` multiply-accumulates, where a layer does not need more: fewer

@@ -17,10 +17,10 @@ use wgmoe::kernels::expert_gemm_matrix::{self, EXPERT_GEMM_MATRIX, Flags};
 use wgmoe::kernels::linker::label;
 use wgmoe::placement::Placement;
 use wgmoe::plan::capabilities::Capabilities;
-use wgmoe::plan::matrix::{self, TILES};
+use wgmoe::plan::matrix::{self, tiles};
 use wgmoe::plan::pieces::cut;
 use wgmoe::{Gpu, GpuInfo, Tier};
-use wgpu::{CooperativeMatrixProperties, CooperativeScalarType, DeviceType, Features, Limits};
+use wgpu::{AdapterInfo, Backend, CooperativeMatrixProperties, CooperativeScalarType, DeviceType, Features, Limits};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -41,7 +41,7 @@ struct Known {
 }
 
 #[rustfmt::skip]
-const DEVICES: [Known; 12] = {
+const DEVICES: [Known; 13] = {
     use DeviceType::{Cpu, DiscreteGpu, IntegratedGpu};
     const fn known(
         name: &'static str,
@@ -56,6 +56,7 @@ const DEVICES: [Known; 12] = {
     }
     [
         known("Apple M2, Metal", IntegratedGpu, Some((4, 64)), true, "8x8x8", [9 * GIB, 9 * GIB], 32),
+        known("Apple A13, Metal", IntegratedGpu, Some((4, 64)), true, "none", [GIB, GIB], 32),
         // Its matrices are 8 x 16 x 16, which WGSL cannot name.
         known("Arc A770, Vulkan", DiscreteGpu, Some((8, 32)), true, "none", [VULKAN_BINDING, I32_MAX], 32),
         known("GTX 1060, Vulkan", DiscreteGpu, Some((32, 32)), false, "none", [VULKAN_BINDING, 1 << 52], 48),
@@ -72,13 +73,15 @@ const DEVICES: [Known; 12] = {
     ]
 };
 
-/// Device, matrices that it offers, tier, lanes of a row and whether they are one subgroup, bindings of a stack of eight
+/// Device, matrices that it lists, tier, lanes of a row and whether they are one subgroup, bindings of a stack of eight
 /// matrices of 224 MiB (gate and up of Mixtral in bf16), and the products of one pair, of tiles of four and of tiles of
 /// eight: rows, tile, columns a lane, lanes, lanes along the depth, lanes that carry x. On the matrix tier also its tiles:
 /// rows, pairs, columns, depth, steps ahead of weights and of x, rows and columns of a subgroup, whether padding rests and
 /// loads are kept ahead, columns of its strip, lanes of a subgroup.
 const DECIDED: &str = "\
-Apple M2, Metal      8x8x8     subgroup  64       1  pairs 1 1 64 0 4 | tiles 4 2 64 0 4 | tiles 8 2 64 0 4
+Apple M2, Metal      8x8x8     matrix    32 one   1  pairs 1 4 128 32 8 | tiles 4 4 128 32 8 | tiles 8 2 64 0 8 \
+ | tiles 16 64 64 2 2 16 16 rests kept 16 32 | tiles 32 64 64 2 2 16 32 rests kept 32 32 | tiles 48 64 64 2 2 48 16 rests kept 16 32 | tiles 80 128 64 2 1 80 32 no-rests no-kept 32 32 | tiles 144 64 64 2 1 48 32 no-rests no-kept 32 32 | direct tiles 128 64 64 1 32 64 32
+Apple A13, Metal     none      subgroup  64       2  pairs 1 1 64 0 4 | tiles 4 2 64 0 4 | tiles 8 2 64 0 4
 Arc A770, Vulkan     none      subgroup  64       1  pairs 1 1 64 0 4 | tiles 4 2 64 0 4 | tiles 8 2 64 0 4
 GTX 1060, Vulkan     none      subgroup  32 one   1  pairs 1 4 128 32 8 | tiles 4 4 128 32 8 | tiles 8 2 64 0 8
 GTX 1060, DX12, DXC  none      subgroup  32 one   1  pairs 1 4 128 32 8 | tiles 4 4 128 32 8 | tiles 8 2 64 0 8
@@ -139,7 +142,10 @@ fn open(known: &Known) -> Gpu {
     let (mut required_features, required_limits, mut experimental_features) = Gpu::wanted(&adapters[0]);
     // `noop` lists no matrices, so the plan is asked with those written down.
     let (listed, offered) = (listed(known), adapters[0].limits());
-    let matrix = matrix::offered(&adapters[0].get_info(), &adapters[0].features(), &offered, &listed);
+    let backend = if known.name.ends_with("Metal") { Backend::Metal } else { Backend::Vulkan };
+    let info = AdapterInfo { backend, ..adapters[0].get_info() };
+    let matrix_edge = matrix::offered(&info, &adapters[0].features(), &offered, &listed);
+    let matrix = matrix_edge.is_some();
     if matrix {
         required_features |= matrix::FEATURES;
         // SAFETY: nothing runs on this device.
@@ -150,7 +156,12 @@ fn open(known: &Known) -> Gpu {
     let (device, queue) = pollster::block_on(adapters[0].request_device(&desc)).unwrap();
     let gpu = Gpu::from_wgpu(&adapters[0], device, queue, None).unwrap();
     // wgpu 30 calls every `noop` device software, whatever `device_type` says.
-    let info = GpuInfo { name: known.name.to_owned(), software: known.kind == DeviceType::Cpu, ..gpu.info().clone() };
+    let (name, software) = (known.name.to_owned(), known.kind == DeviceType::Cpu);
+    let mut info = GpuInfo { name, software, matrix_edge, ..gpu.info().clone() };
+    // What Apple's GPUs say when they are asked.
+    if matrix && matrix::asks_subgroups(backend) {
+        info.subgroup_sizes = (32, 32);
+    }
     let tier = if matrix { Tier::Matrix } else { gpu.tier() };
     let caps = Capabilities::new(&info, &gpu.device().limits(), wgpu::DownlevelFlags::compliant(), tier).unwrap();
     assert_eq!(caps.matrix, matrix, "{}", known.name);
@@ -171,14 +182,14 @@ fn decided(known: &Known) -> String {
     });
     let tier = caps.tier.to_string();
     let mut products = products.to_vec();
-    for tile in TILES.into_iter().filter(|_| caps.matrix) {
+    for tile in tiles(caps).iter().copied().filter(|_| caps.matrix) {
         let flags = Flags::default();
         let label = if tile.direct {
             label(&EXPERT_GEMM_DIRECT, &expert_gemm_direct::vars(caps, DType::Bf16, "tiles", tile, flags))
         } else {
             label(&EXPERT_GEMM_MATRIX, &expert_gemm_matrix::vars(caps, DType::Bf16, "tiles", tile, flags))
         };
-        let cut = label.split_once("[bf16 ").unwrap().1.split(" no-scaled").next().unwrap();
+        let cut = label.split_once("bf16 ").unwrap().1.split(" no-scaled").next().unwrap();
         products.push(if tile.direct { format!("direct {cut}") } else { cut.to_owned() });
     }
     let cells = format!("{:<20} {:<9} {tier:<9} {rows:<7} {pieces:>2}", known.name, known.matrices);

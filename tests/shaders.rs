@@ -14,9 +14,9 @@ use wgmoe::kernels::params::Params;
 use wgmoe::kernels::variants::variants;
 use wgmoe::kernels::{
     activation, align, attention, attention_matrix, attention_split, combine, count, dense_gemm, down_combine, embed,
-    expand_norm, expert_gemm, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather, lora_matrix, norm, pack,
-    pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate, remap, rope, route, sample, stream,
-    tile_rows,
+    expand_norm, expert_gemm, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather, lora_matrix, matrix_probe,
+    norm, pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate, remap, rope, route, sample,
+    stream, tile_rows,
 };
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::classes::classes;
@@ -49,6 +49,7 @@ fn params_of(stem: &str) -> Layout {
         "pair_expand_shrink" => layout::<pair_expand_shrink::PairExpandShrinkParams>(),
         "dense_gemm" => layout::<dense_gemm::DenseGemmParams>(),
         "down_combine" => layout::<down_combine::DownCombineParams>(),
+        "matrix_probe" => layout::<matrix_probe::MatrixProbeParams>(),
         "pack" => layout::<pack::PackParams>(),
         "fold_blocks" => layout::<fold_blocks::FoldBlocksParams>(),
         "tile_rows" => layout::<tile_rows::TileRowsParams>(),
@@ -190,7 +191,8 @@ fn every_variant_validates_and_agrees_with_its_host_file() {
 }
 
 /// Shaders of the matrix tier alone.
-const MATRIX_TIER: [&str; 12] = [
+const MATRIX_TIER: [&str; 13] = [
+    "matrix_probe",
     "pack",
     "fold_blocks",
     "tile_rows",

@@ -13,7 +13,7 @@ if (plain && params.accumulate != 0u) {
     if (first_column + column_begin + {{ j * 16 }}u < params.out_rows) {
         let at = (first_row + row_begin) * params.y_stride + params.out_begin + first_column + column_begin + {{ j * 16 }}u;
         {% for i in range(sub_rows // 16) %}
-        sum{{ i }}_{{ j }} = coopLoadT<Sum>(&y[at + {{ i * 16 }}u * params.y_stride], params.y_stride);
+        {{ m.load_t("sum" ~ i ~ "_" ~ j, "Sum", "y", "at + " ~ i * 16 ~ "u * params.y_stride", "params.y_stride", false) }}
         {% endfor %}
     }
     {% endfor %}

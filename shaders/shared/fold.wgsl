@@ -81,7 +81,7 @@ for (var begin = 0u; begin < chunks; begin = begin + {{ depth // 16 }}u) {
     let u_at{{ q }} = ((first_row + row_begin) / 16u * params.projections + projection) * params.room + chunk{{ q }};
     {% endif %}
     {% for i in range(sub_rows // 16) %}
-    let u{{ q }}_{{ i }} = coopLoadT<Left>(&u[(u_at{{ q }} + {{ i }}u * params.projections * params.room) * 64u], 4u);
+    {{ m.load_t("let u" ~ q ~ "_" ~ i, "Left", "u", "(u_at" ~ q ~ " + " ~ i ~ "u * params.projections * params.room) * 64u", "4u") }}
     {% endfor %}
     {% endfor %}
     {% endif %}
@@ -103,8 +103,8 @@ for (var begin = 0u; begin < chunks; begin = begin + {{ depth // 16 }}u) {
             {
             {% endif %}
                 let at = fold_row{{ i }} * ROW + fold_part * 2u;
-                {{ u_tile }}[at] = halves(words.xy);
-                {{ u_tile }}[at + 1u] = halves(words.zw);
+                {{ u_tile }}[at] = {{ m.to_quad("f16", "halves(words.xy)") }};
+                {{ u_tile }}[at + 1u] = {{ m.to_quad("f16", "halves(words.zw)") }};
             }
         }
         {% endfor %}
@@ -138,8 +138,8 @@ for (var begin = 0u; begin < chunks; begin = begin + {{ depth // 16 }}u) {
             {
             {% endif %}
                 let at = fold_row{{ i }} * ROW + fold_part * 2u;
-                {{ b_tile }}[at] = first;
-                {{ b_tile }}[at + 1u] = second;
+                {{ b_tile }}[at] = {{ m.to_quad("f16", "first") }};
+                {{ b_tile }}[at + 1u] = {{ m.to_quad("f16", "second") }};
             }
         }
         {% endfor %}
@@ -159,13 +159,13 @@ for (var begin = 0u; begin < chunks; begin = begin + {{ depth // 16 }}u) {
         {
             {% for i in range(sub_rows // 16) %}
             {% if u_tile %}
-            let u{{ q }}_{{ i }} = coopLoadT<Left>(&{{ u_tile }}[{{ q * 4 }}u + (row_begin + {{ i * 16 }}u) * ROW], ROW);
+            {{ m.load_t("let u" ~ q ~ "_" ~ i, "Left", u_tile, q * 4 ~ "u + (row_begin + " ~ i * 16 ~ "u) * ROW", "ROW") }}
             {% endif %}
             {% endfor %}
             {% for j in range(sub_columns // 16) %}
-            let right{{ j }} = coopLoad<Right>(&{{ b_tile }}[{{ q * 4 }}u + (column_begin + {{ j * 16 }}u) * ROW], ROW);
+            {{ m.load("let right" ~ j, "Right", b_tile, q * 4 ~ "u + (column_begin + " ~ j * 16 ~ "u) * ROW", "ROW") }}
             {% for i in range(sub_rows // 16) %}
-            sum{{ i }}_{{ j }} = coopMultiplyAdd(u{{ q }}_{{ i }}, right{{ j }}, sum{{ i }}_{{ j }});
+            {{ m.multiply_add("sum" ~ i ~ "_" ~ j, "u" ~ q ~ "_" ~ i, "right" ~ j) }}
             {% endfor %}
             {% endfor %}
         }

@@ -12,9 +12,9 @@ if (plain) {
         {% for s in range(sub_columns // strip) %}
         {
             {% for j in range(strip // 16) %}
-            let block{{ j }} = sum{{ i }}_{{ s * (strip // 16) + j }};
-            let place{{ j }} = &y_tile[strip_begin + {{ j * 16 }}u];
-            coopStoreT(block{{ j }}, place{{ j }}, {{ strip }}u);
+            {{ m.hold("block" ~ j, "sum" ~ i ~ "_" ~ (s * (strip // 16) + j)) }}
+            {{ m.point("place" ~ j, "y_tile", "strip_begin + " ~ j * 16 ~ "u") }}
+            {{ m.store_t("block" ~ j, "place" ~ j, "y_tile", strip ~ "u", false) }}
             {% endfor %}
             subgroupBarrier();
             let column = first_column + column_begin + {{ s * strip }}u + subgroup_lane % {{ strip }}u;

@@ -5,9 +5,9 @@ if (first_column + column_begin + {{ j * 16 }}u < params.out_rows) {
     let at = (first_row + row_begin) * stride + params.out_begin + first_column + column_begin + {{ j * 16 }}u;
     {% for i in range(sub_rows // 16) %}
     {
-        let block = sum{{ i }}_{{ j }};
-        let place = &y[at + {{ i * 16 }}u * stride];
-        coopStoreT(block, place, stride);
+        {{ m.hold("block", "sum" ~ i ~ "_" ~ j) }}
+        {{ m.point("place", "y", "at + " ~ i * 16 ~ "u * stride") }}
+        {{ m.store_t("block", "place", "y", "stride", false) }}
     }
     {% endfor %}
 }

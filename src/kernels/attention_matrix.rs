@@ -73,6 +73,7 @@ pub fn pack_vars(cut: AttentionCut, head_dim: usize) -> Vars {
 /// The variables of the tiles' shader on one device for heads of `head_dim`.
 pub fn vars(caps: &Capabilities, cut: AttentionCut, head_dim: usize) -> Vars {
     vec![
+        ("edge", caps.edge.into()),
         ("head_dim", (head_dim as u32).into()),
         ("positions", cut.positions.into()),
         ("subgroups", cut.subgroups.into()),

@@ -183,7 +183,7 @@ pub fn vars(caps: &Capabilities, dtype: DType, rows: &'static str, tile: usize) 
 
 /// Column tiles of a product with `out_rows` rows of weights for `rows` at tile height `tile`.
 fn column_tiles(caps: &Capabilities, rows: &str, out_rows: usize, tile: usize) -> u32 {
-    if let Some(cut) = MatrixTile::of(tile) {
+    if let Some(cut) = MatrixTile::of(caps, tile) {
         return (out_rows as u32).div_ceil(cut.columns);
     }
     let owners = if along_depth(caps, tile) { SUBGROUPS } else { caps.gemm_lanes };
@@ -195,7 +195,7 @@ impl Weights {
     pub fn columns(&self, caps: &Capabilities, tile: usize) -> impl Iterator<Item = u32> {
         let pieces = self.pieces.iter().map(|(p, _)| column_tiles(caps, TILES, p.rows, tile));
         // Of a direct cut the blocks of x, and those of u, of which a workgroup makes a tile's.
-        let blocks = MatrixTile::direct_of(tile).into_iter().flat_map(|cut| [tile_rows::columns(&cut), 1]);
+        let blocks = MatrixTile::direct_of(caps, tile).into_iter().flat_map(|cut| [tile_rows::columns(&cut), 1]);
         pieces.chain(blocks).collect::<Vec<_>>().into_iter()
     }
 }

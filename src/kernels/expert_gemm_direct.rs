@@ -21,6 +21,7 @@ pub fn vars(
     Flags { scaled, ragged, lora, across, .. }: Flags,
 ) -> Vars {
     let mut vars: Vars = vec![
+        ("edge", caps.edge.into()),
         ("dtype", dtype.name().into()),
         ("rows", rows.into()),
         ("height", tile.height.into()),

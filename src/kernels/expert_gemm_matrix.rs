@@ -148,6 +148,7 @@ pub fn vars(
     Flags { scaled, ragged, twice, lora, across }: Flags,
 ) -> Vars {
     let mut vars: Vars = vec![
+        ("edge", caps.edge.into()),
         ("dtype", dtype.name().into()),
         ("rows", rows.into()),
         ("height", tile.height.into()),
@@ -180,7 +181,9 @@ impl ExpertGemmMatrix<'_> {
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         let w = self.weights;
         let tile = match self.select {
-            Rows::Tiles(aligned) => MatrixTile::of(aligned.tile).filter(|_| !self.accumulate && !self.x.twice),
+            Rows::Tiles(aligned) => {
+                MatrixTile::of(rec.gpu().capabilities(), aligned.tile).filter(|_| !self.accumulate && !self.x.twice)
+            }
             Rows::Dense => {
                 let staged = self.x.twice || self.x.blocks.is_none();
                 matrix::dense(rec.gpu().capabilities(), self.rows, w.out_dim, staged)

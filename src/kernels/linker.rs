@@ -10,6 +10,7 @@ use std::sync::{Arc, LazyLock};
 use crate::error::{Error, ErrorKind, Result};
 use crate::gpu::Gpu;
 use crate::kernels::barriers;
+use crate::plan::matrix::EDGE;
 
 /// A stage's shader: its stem, and how many buffers it reads and writes (bindings 1.. in that order; 0 is `params`).
 #[derive(Debug, PartialEq, Eq, Hash)]
@@ -158,6 +159,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "attention_split.wgsl",
     "attention_combine.wgsl",
     "sample.wgsl",
+    "matrix_probe.wgsl",
     "random.wgsl",
     "rate.wgsl",
     "stream.wgsl",
@@ -183,7 +185,10 @@ static TEMPLATES: LazyLock<minijinja::Environment<'static>> = LazyLock::new(|| {
 pub fn label(kernel: &Kernel, vars: &Vars) -> String {
     let words: Vec<String> = vars
         .iter()
+        // Matrices of the edge that shaders speak of go without saying.
+        .filter(|v| **v != ("edge", Var::Number(EDGE)))
         .map(|(name, v)| match v {
+            Var::Number(n) if *name == "edge" => format!("edge-{n}"),
             Var::Number(n) => n.to_string(),
             Var::Word(w) => (*w).to_string(),
             Var::Flag(on) => {

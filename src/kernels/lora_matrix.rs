@@ -94,14 +94,20 @@ pub struct LoraShrinkMatrix<'a> {
 /// takes one.
 pub const MOST_AT_ONCE: u32 = 3;
 
+/// The same on one device: with matrices of 8 goes less workgroup memory.
+pub fn most_at_once(caps: &Capabilities) -> u32 {
+    if caps.edge == EDGE { MOST_AT_ONCE } else { 2 }
+}
+
 /// Projections of a site of `projections` that a workgroup takes: all or one.
-fn at_once(projections: u32) -> u32 {
-    if projections <= MOST_AT_ONCE { projections } else { 1 }
+fn at_once(caps: &Capabilities, projections: u32) -> u32 {
+    if projections <= most_at_once(caps) { projections } else { 1 }
 }
 
 /// The variables on one device, for tiles of `tile` pairs and workgroups that take `per` projections.
 pub fn vars(caps: &Capabilities, folded: bool, tile: usize, per: u32) -> Vars {
     vec![
+        ("edge", caps.edge.into()),
         ("height", (tile as u32).into()),
         ("tall", (tile > TILE).into()),
         ("per", per.into()),
@@ -116,9 +122,9 @@ fn other_tiles(tile: usize) -> Error {
     Error::new(ErrorKind::Unsupported, format!("adapters on matrices: expected tiles of {TILE} pairs, got {tile}"))
 }
 
-fn shrink_columns(site: &LoraSite, max_rank: usize) -> u32 {
+fn shrink_columns(caps: &Capabilities, site: &LoraSite, max_rank: usize) -> u32 {
     let projections = site.out_dims.len() as u32;
-    projections / at_once(projections) * max_rank.next_multiple_of(8).div_ceil(TILE) as u32
+    projections / at_once(caps, projections) * max_rank.next_multiple_of(8).div_ceil(TILE) as u32
 }
 
 /// Invocations of a workgroup of the expand, columns of each, and ranks that pass through workgroup memory at a time.
@@ -134,8 +140,8 @@ pub fn expand_vars() -> Vars {
 const EXPAND_COLUMNS: u32 = EXPAND[0] * EXPAND[1];
 
 /// Column tiles of both halves, to announce to an alignment.
-pub fn column_tiles(site: &LoraSite, max_rank: usize) -> [u32; 2] {
-    [shrink_columns(site, max_rank), site.spans(EXPAND_COLUMNS).tiles]
+pub fn column_tiles(caps: &Capabilities, site: &LoraSite, max_rank: usize) -> [u32; 2] {
+    [shrink_columns(caps, site, max_rank), site.spans(EXPAND_COLUMNS).tiles]
 }
 
 impl LoraShrinkMatrix<'_> {
@@ -153,7 +159,8 @@ impl LoraShrinkMatrix<'_> {
         }
         let values = self.rows * self.site.out_dims.len() * self.max_rank;
         let u = rec.scratch("lora u", (values * if self.folded { 2 } else { 4 }) as u64)?;
-        let vars = vars(rec.gpu().capabilities(), self.folded, tile, at_once(self.site.out_dims.len() as u32));
+        let caps = rec.gpu().capabilities().clone();
+        let vars = vars(&caps, self.folded, tile, at_once(&caps, self.site.out_dims.len() as u32));
         let pipeline = pipeline(rec.gpu(), &LORA_SHRINK_MATRIX, vars)?;
         let params = LoraShrinkMatrixParams {
             rows: self.rows as u32,
@@ -169,7 +176,7 @@ impl LoraShrinkMatrix<'_> {
             w_scale: self.w_scale,
             pad0: 0,
         };
-        let grid = self.aligned.grid(shrink_columns(self.site, self.max_rank))?;
+        let grid = self.aligned.grid(shrink_columns(&caps, self.site, self.max_rank))?;
         let buffers = [&self.x.view, self.factors.pool(self.site), &self.factors.index, &self.aligned.view, &u];
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         Ok(u)
@@ -275,7 +282,8 @@ impl LoraExpandTiles<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::matrix::WORKGROUP_BYTES;
+    use crate::plan::classes::classes;
+    use crate::plan::matrix::workgroup_bytes;
 
     #[test]
     fn high_tiles_are_for_many_pairs_that_no_expand_takes_on() {
@@ -287,7 +295,11 @@ mod tests {
     fn as_many_projections_are_taken_at_once_as_workgroup_memory_holds() {
         // Rows of x and of each A, of 64 halves and eight more; sums of one projection.
         let bytes = |per: u32| subgroups(HIGH_TILE) * EDGE * ((1 + per) * (64 + 8) * 2 + EDGE * 4);
-        assert!(bytes(MOST_AT_ONCE) <= WORKGROUP_BYTES && bytes(MOST_AT_ONCE + 1) > WORKGROUP_BYTES);
-        assert_eq!([1, 2, 3, 4].map(at_once), [1, 2, 3, 1]);
+        for (edge, expected) in [(16, [1, 2, 3, 1]), (8, [1, 2, 1, 1])] {
+            let caps = classes().into_iter().find(|caps| caps.matrix && caps.edge == edge).unwrap();
+            let (most, room) = (most_at_once(&caps), workgroup_bytes(edge));
+            assert!(bytes(most) <= room && bytes(most + 1) > room, "{edge}");
+            assert_eq!([1, 2, 3, 4].map(|n| at_once(&caps, n)), expected);
+        }
     }
 }

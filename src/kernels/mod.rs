@@ -41,6 +41,7 @@ pub mod attention_matrix;
 pub mod attention_split;
 pub mod sample;
 
+pub mod matrix_probe;
 pub mod random;
 pub mod rate;
 pub mod stream;

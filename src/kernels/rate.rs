@@ -30,7 +30,11 @@ const LANES: u32 = 256;
 pub fn vars(caps: &Capabilities) -> Vars {
     // Subgroups have one size where there are matrices.
     let subgroups = if caps.matrix { LANES / caps.row_lanes } else { 0 };
-    vec![("lanes", LANES.into()), ("subgroups", subgroups.into()), ("matrix", caps.matrix.into())]
+    let mut vars: Vars = vec![("lanes", LANES.into()), ("subgroups", subgroups.into()), ("matrix", caps.matrix.into())];
+    if caps.matrix {
+        vars.push(("edge", caps.edge.into()));
+    }
+    vars
 }
 
 /// A burst of multiply-accumulates in registers: on cooperative matrices where the device's tier has them, else in f32.

@@ -11,13 +11,13 @@ use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
     activation, align, attention, attention_matrix, attention_split, choice, combine, count, dense_gemm, down_combine,
     embed, expand_norm, expert_gemm, expert_gemm_direct, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather,
-    lora_matrix, norm, pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate, remap, rope,
-    route, sample, stream, tile_rows,
+    lora_matrix, matrix_probe, norm, pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate,
+    remap, rope, route, sample, stream, tile_rows,
 };
-use crate::plan::attention::{CUT, MATRIX_WIDTHS};
+use crate::plan::attention::{self as attention_plan, MATRIX_WIDTHS};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::classes::classes;
-use crate::plan::matrix::{DENSE_TILES, TILES};
+use crate::plan::matrix::{MatrixTile, dense_tiles, tiles};
 use crate::plan::rows::FEW_TILE;
 use crate::router::{GroupScore, RouteOptions, Score};
 
@@ -260,14 +260,14 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
         let kernel = if forms[1] { &pack::PACK_BLOCKS } else { &pack::PACK };
         all.push((kernel, pack::vars(false, forms)));
     }
-    for tile in TILES.iter().filter(|t| t.direct) {
+    for tile in tiles(caps).iter().filter(|t| t.direct) {
         all.push((&tile_rows::TILE_ROWS, tile_rows::vars(tile)));
         for rows in ["tiles", "dense"] {
             all.push((&fold_blocks::FOLD_BLOCKS, fold_blocks::vars(caps, rows, tile)));
         }
     }
     for folded in [false, true] {
-        for per in 1..=lora_matrix::MOST_AT_ONCE {
+        for per in 1..=lora_matrix::most_at_once(caps) {
             for tile in [lora_matrix::TILE, lora_matrix::HIGH_TILE].into_iter().take(1 + usize::from(folded)) {
                 all.push((&lora_matrix::LORA_SHRINK_MATRIX, lora_matrix::vars(caps, folded, tile, per)));
             }
@@ -275,13 +275,15 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
     }
     all.push((&lora_matrix::LORA_EXPAND_TILES, lora_matrix::expand_vars()));
     for head_dim in MATRIX_WIDTHS {
-        all.push((&attention_matrix::ATTENTION_PACK, attention_matrix::pack_vars(CUT, head_dim)));
-        all.push((&attention_matrix::ATTENTION_MATRIX, attention_matrix::vars(caps, CUT, head_dim)));
+        let cut = attention_plan::cut(caps);
+        all.push((&attention_matrix::ATTENTION_PACK, attention_matrix::pack_vars(cut, head_dim)));
+        all.push((&attention_matrix::ATTENTION_MATRIX, attention_matrix::vars(caps, cut, head_dim)));
     }
     for (dtype, scaled) in [(DType::F16, false), (DType::Bf16, false), (DType::Bf16, true)] {
         for ragged in [false, true] {
             let plain = Flags { scaled, ragged, ..Flags::default() };
-            let all_tiles = TILES.map(|t| ("tiles", t)).into_iter().chain(DENSE_TILES.map(|t| ("dense", t)));
+            let of = |rows, tiles: &'static [MatrixTile]| tiles.iter().map(move |t| (rows, *t));
+            let all_tiles = of("tiles", tiles(caps)).chain(of("dense", dense_tiles(caps)));
             let (direct, staged): (Vec<_>, Vec<_>) = all_tiles.partition(|(_, t)| t.direct);
             for (rows, tile) in direct {
                 let vars = |flags| expert_gemm_direct::vars(caps, dtype, rows, tile, flags);
@@ -319,4 +321,5 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
         }
     }
     all.push((&combine::COMBINE_TILES, Vars::new()));
+    all.push((&matrix_probe::MATRIX_PROBE, matrix_probe::vars(caps.edge)));
 }

@@ -107,7 +107,7 @@ impl MoeLayer {
             self.product(rec, pass, t, &Product { aligned, weights, x: &x, row_div, site, ids, tiles, label })?;
 
         let mut h = Packed::scratch(rec, "packed h", pairs, self.width)?;
-        if let Some(cut) = MatrixTile::direct_of(tile) {
+        if let Some(cut) = MatrixTile::direct_of(&caps, tile) {
             // The shrink reads rows.
             h.by_row = adapters(true).is_some();
             h.blocks = Some(Blocks::scratch(rec, "h in blocks", aligned.capacity, self.width, &cut)?);
@@ -158,7 +158,7 @@ impl MoeLayer {
         let pairs = t.tokens * self.shape.top_k;
         let most = pairs.div_ceil(self.experts).min(tile);
         let rows = align_capacity(pairs, self.experts, tile);
-        let cut = MatrixTile::direct_of(tile);
+        let cut = MatrixTile::direct_of(caps, tile);
         t.lora.is_some_and(|(batch, ..)| batch.folded(weights, most, pairs) && batch.has_room(caps, cut, rows))
     }
 
@@ -174,7 +174,7 @@ impl MoeLayer {
         let virtual_topk_ids = self.remap(rec, pass, t, ids, batch)?;
         let columns: Vec<u32> = [&sites.gate_up, &sites.down]
             .into_iter()
-            .flat_map(|s| lora_matrix::column_tiles(s, batch.max_rank))
+            .flat_map(|s| lora_matrix::column_tiles(rec.gpu().capabilities(), s, batch.max_rank))
             .collect();
         let pairs = t.tokens * self.shape.top_k;
         let align = Align {

@@ -16,8 +16,16 @@ pub struct AttentionCut {
     pub strip: u32,
 }
 
-/// The cut in use, from a search on an H200 (see `docs/PERFORMANCE.md`).
+/// The cut for matrices of 16, from a search on an H200 (see `docs/PERFORMANCE.md`).
 pub const CUT: AttentionCut = AttentionCut { subgroups: 8, positions: 32, strip: 32 };
+
+/// The cut for matrices of 8, which 32 KiB of workgroup memory hold. Not measured.
+const NARROW_CUT: AttentionCut = AttentionCut { subgroups: 4, ..CUT };
+
+/// The cut in use on a device.
+pub fn cut(caps: &Capabilities) -> AttentionCut {
+    if caps.edge == EDGE { CUT } else { NARROW_CUT }
+}
 
 /// Widths of a head that the matrix kernel takes.
 pub const MATRIX_WIDTHS: [usize; 2] = [64, 128];
@@ -85,7 +93,7 @@ pub fn split_heads(shape: &AttentionShape) -> usize {
 impl AttentionWork {
     /// Shares out `rows`: token, position, sequence, slot. Where attention is not split there is nothing to share out.
     pub fn new(caps: &Capabilities, shape: &AttentionShape, rows: &[[i32; 4]]) -> Self {
-        Self::with_cut(caps, shape, rows, CUT, WORKGROUPS)
+        Self::with_cut(caps, shape, rows, cut(caps), WORKGROUPS)
     }
 
     /// The same with another cut of the tiles and another number of workgroups: for measurements.
@@ -146,7 +154,7 @@ impl AttentionWork {
 mod tests {
     use super::*;
     use crate::plan::classes::classes;
-    use crate::plan::matrix::WORKGROUP_BYTES;
+    use crate::plan::matrix::EDGES;
 
     const SHAPE: AttentionShape =
         AttentionShape { heads: 32, kv_heads: 4, head_dim: 128, block_size: 16, max_blocks: 4096 };
@@ -212,11 +220,13 @@ mod tests {
 
     #[test]
     fn the_cut_fits_and_heads_of_a_workgroup_share_keys() {
-        for width in MATRIX_WIDTHS {
-            assert!(CUT.workgroup_bytes(width as u32) <= WORKGROUP_BYTES);
-            assert_eq!(CUT.positions as usize * width / 4 % (CUT.subgroups * 32) as usize, 0);
+        for (cut, (_, room)) in [CUT, NARROW_CUT].into_iter().zip(EDGES) {
+            for width in MATRIX_WIDTHS {
+                assert!(cut.workgroup_bytes(width as u32) <= room);
+                assert_eq!(cut.positions as usize * width / 4 % (cut.subgroups * 32) as usize, 0);
+            }
+            assert!(cut.positions.is_multiple_of(WEIGHT_COLUMNS) && cut.positions.is_multiple_of(cut.strip));
         }
-        assert!(CUT.positions.is_multiple_of(WEIGHT_COLUMNS) && CUT.positions.is_multiple_of(CUT.strip));
         for (heads, kv_heads, head_dim, expected) in
             [(32, 4, 128, 8), (4, 4, 64, 1), (48, 4, 128, 6), (64, 4, 64, 8), (14, 2, 64, 7), (16, 1, 256, 4)]
         {

@@ -28,6 +28,8 @@ pub struct Capabilities {
     pub split_attention: bool,
     /// Products of many rows run on cooperative matrices.
     pub matrix: bool,
+    /// Rows, columns and depth of these matrices: 16, or 8 where a block of 16 x 16 is four of them. Without them it means nothing.
+    pub edge: u32,
     /// Multiply-accumulates that one submission may hold (a desktop driver resets a device after about two seconds).
     pub macs_per_submission: u64,
     /// Where one way to do the same work becomes better than another: the entry of the tier.
@@ -72,6 +74,7 @@ impl Capabilities {
         let (min, max) = info.subgroup_sizes;
         let subgroup = tier >= Tier::Subgroup;
         let one_subgroup = subgroup && min == max && (4..=128).contains(&min);
+        let matrix = tier >= Tier::Matrix && matrix::takes_subgroups(min, max);
         Ok(Self {
             tier,
             max_binding_bytes: limits
@@ -84,7 +87,8 @@ impl Capabilities {
             gemm_lanes: if info.software { 16 } else { 64 },
             split_attention: !info.software,
             along_depth: one_subgroup && !info.software && 4 * min <= MIN_INVOCATIONS,
-            matrix: tier >= Tier::Matrix && matrix::takes_subgroups(min, max),
+            matrix,
+            edge: info.matrix_edge.filter(|_| matrix).unwrap_or(matrix::EDGE),
             macs_per_submission: if info.software { 100_000_000 } else { 200_000_000_000 },
             tuning: TuningTable::built_in()?.of(tier),
         })

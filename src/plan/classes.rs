@@ -2,7 +2,7 @@
 //! so what is checked for these is checked for every device.
 
 use super::capabilities::Capabilities;
-use super::matrix;
+use super::matrix::{self, EDGES};
 use crate::gpu::{GpuInfo, Tier};
 
 /// Subgroup sizes: every fixed one that kernels treat as such, one that varies, and none known.
@@ -14,12 +14,12 @@ pub fn classes() -> Vec<Capabilities> {
     let mut all: Vec<Capabilities> = Vec::new();
     for tier in [Tier::Baseline, Tier::Subgroup, Tier::Matrix] {
         for software in [false, true] {
-            for sizes in SUBGROUP_SIZES {
+            for (sizes, edge) in SUBGROUP_SIZES.into_iter().flat_map(|sizes| EDGES.map(|(edge, _)| (sizes, edge))) {
                 let (subgroups, matrices) = (sizes.0 >= 4, matrix::takes_subgroups(sizes.0, sizes.1));
                 if tier >= Tier::Subgroup && !subgroups || tier >= Tier::Matrix && !matrices {
                     continue;
                 }
-                let device = device(sizes, software);
+                let device = device(sizes, software, edge);
                 let decided =
                     Capabilities::new(&device, &wgpu::Limits::defaults(), wgpu::DownlevelFlags::compliant(), tier);
                 all.extend(decided.ok().filter(|d| !all.contains(d)));
@@ -29,7 +29,7 @@ pub fn classes() -> Vec<Capabilities> {
     all
 }
 
-fn device(subgroup_sizes: (u32, u32), software: bool) -> GpuInfo {
+fn device(subgroup_sizes: (u32, u32), software: bool, edge: u32) -> GpuInfo {
     let limits = wgpu::Limits::defaults();
     GpuInfo {
         index: 0,
@@ -40,6 +40,7 @@ fn device(subgroup_sizes: (u32, u32), software: bool) -> GpuInfo {
         driver_info: String::new(),
         subgroup_sizes,
         tiers: Vec::new(),
+        matrix_edge: Some(edge),
         max_binding_bytes: limits.max_storage_buffer_binding_size,
         max_buffer_bytes: limits.max_buffer_size,
         max_workgroup_bytes: limits.max_compute_workgroup_storage_size,
@@ -85,17 +86,19 @@ mod tests {
                             max_buffer_size: 1 << 34,
                             ..wgpu::Limits::defaults()
                         };
-                        let got = Capabilities::new(
-                            &device((min, max), software),
-                            &limits,
-                            wgpu::DownlevelFlags::compliant(),
-                            tier,
-                        )
-                        .unwrap();
-                        let known = |class: &Capabilities| {
-                            crate::kernels::variants::variants(class) == crate::kernels::variants::variants(&got)
-                        };
-                        assert!(classes.iter().any(known), "{min}..{max} software {software} {tier}: {got:?}");
+                        for (edge, _) in EDGES {
+                            let got = Capabilities::new(
+                                &device((min, max), software, edge),
+                                &limits,
+                                wgpu::DownlevelFlags::compliant(),
+                                tier,
+                            )
+                            .unwrap();
+                            let known = |class: &Capabilities| {
+                                crate::kernels::variants::variants(class) == crate::kernels::variants::variants(&got)
+                            };
+                            assert!(classes.iter().any(known), "{min}..{max} software {software} {tier}: {got:?}");
+                        }
                     }
                 }
             }

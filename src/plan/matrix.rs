@@ -6,13 +6,18 @@ use std::sync::{Arc, OnceLock};
 use crate::dtype::DType;
 use crate::plan::capabilities::Capabilities;
 
-/// Rows, columns and depth of the cooperative matrices that the shaders are written for: f16 operands, f32 sums.
+/// Rows, columns and depth of the blocks that the shaders are written for: f16 operands, f32 sums. A device whose cooperative
+/// matrices are smaller multiplies several for each block ([`Capabilities::edge`]).
 pub const EDGE: u32 = 16;
+
+/// Edges of the cooperative matrices that a block can be made of, the better first, and the workgroup memory that the largest
+/// cut of a device with them needs, in bytes: devices whose matrices are small have less of it.
+pub const EDGES: [(u32, u32); 2] = [(EDGE, WORKGROUP_BYTES), (8, 32 << 10)];
 
 /// Subgroup sizes that the cuts below are made for.
 const WIDTHS: [u32; 1] = [32];
 
-/// Workgroup memory that the largest product needs, in bytes.
+/// Workgroup memory that the largest product on matrices of [`EDGE`] needs, in bytes.
 pub const WORKGROUP_BYTES: u32 = 48 << 10;
 
 /// Features that a device of this tier has beside subgroups.
@@ -25,19 +30,39 @@ pub fn takes_subgroups(min: u32, max: u32) -> bool {
     min == max && WIDTHS.contains(&min)
 }
 
-/// Whether an adapter can run this tier: subgroups of one size, f16, and matrices of our edge with our types.
+/// Whether the back end does not tell the size of subgroups: wgpu 30 says of every Metal device that it is between 4 and 64,
+/// which is so of no device. Such a device is asked once it is open ([`MatrixProbe`](crate::kernels::matrix_probe)).
+pub fn asks_subgroups(backend: wgpu::Backend) -> bool {
+    backend == wgpu::Backend::Metal
+}
+
+/// Whether an adapter can run this tier, and with matrices of which edge: f16, subgroups of one size or of one to be asked for,
+/// and matrices with our types in its list.
 pub fn offered(
     info: &wgpu::AdapterInfo,
     features: &wgpu::Features,
     limits: &wgpu::Limits,
     listed: &[wgpu::CooperativeMatrixProperties],
-) -> bool {
+) -> Option<u32> {
     use wgpu::CooperativeScalarType::{F16, F32};
+    let subgroups = takes_subgroups(info.subgroup_min_size, info.subgroup_max_size) || asks_subgroups(info.backend);
+    if !features.contains(FEATURES) || !subgroups {
+        return None;
+    }
     // WGSL has square matrices only.
-    features.contains(FEATURES)
-        && takes_subgroups(info.subgroup_min_size, info.subgroup_max_size)
-        && limits.max_compute_workgroup_storage_size >= WORKGROUP_BYTES
-        && listed.iter().any(|m| [m.m_size, m.n_size, m.k_size] == [EDGE; 3] && m.ab_type == F16 && m.cr_type == F32)
+    let lists = |edge: u32| {
+        let ours = |m: &wgpu::CooperativeMatrixProperties| {
+            [m.m_size, m.n_size, m.k_size] == [edge; 3] && m.ab_type == F16 && m.cr_type == F32
+        };
+        listed.iter().any(ours)
+    };
+    let fits = |bytes: u32| limits.max_compute_workgroup_storage_size >= bytes;
+    EDGES.into_iter().find(|(edge, bytes)| lists(*edge) && fits(*bytes)).map(|(edge, _)| edge)
+}
+
+/// Workgroup memory that the largest cut for matrices of this edge needs, in bytes.
+pub fn workgroup_bytes(edge: u32) -> u32 {
+    EDGES.into_iter().find(|of| of.0 == edge).map_or(WORKGROUP_BYTES, |of| of.1)
 }
 
 /// How a workgroup of a matrix product works: its tile of `height` pairs and `columns` columns, walked along the depth in
@@ -107,15 +132,41 @@ pub const TILES: [MatrixTile; 6] = [
 pub const DENSE_TILES: [MatrixTile; 5] =
     [LOW[0], LOW[1], cut(64, 128, 64, 2, 32, 32), cut(128, 128, 64, 2, 64, 32), DIRECT];
 
+/// The cuts of [`TILES`] for matrices of 8: of the same heights, and of columns that 32 KiB of workgroup memory hold. Not measured.
+const NARROW_TILES: [MatrixTile; 6] = [
+    LOW[0],
+    LOW[1],
+    TILES[2],
+    MatrixTile { columns: 128, ..TILES[3] },
+    MatrixTile { columns: 64, sub_columns: 32, ..TILES[4] },
+    NARROW_DIRECT,
+];
+
+/// Half the columns, and half the sums of a subgroup.
+const NARROW_DIRECT: MatrixTile = MatrixTile { columns: 64, sub_columns: 64, ..DIRECT };
+
+/// The same for dense products.
+const NARROW_DENSE_TILES: [MatrixTile; 4] = [LOW[0], LOW[1], cut(64, 64, 64, 2, 32, 32), NARROW_DIRECT];
+
+/// Every cut of tiles of pairs on a device, of the heights of [`TILES`].
+pub fn tiles(caps: &Capabilities) -> &'static [MatrixTile; 6] {
+    if caps.edge == EDGE { &TILES } else { &NARROW_TILES }
+}
+
+/// Every cut of dense products on a device.
+pub fn dense_tiles(caps: &Capabilities) -> &'static [MatrixTile] {
+    if caps.edge == EDGE { &DENSE_TILES } else { &NARROW_DENSE_TILES }
+}
+
 impl MatrixTile {
     /// The cut of tiles of `height` pairs.
-    pub fn of(height: usize) -> Option<Self> {
-        TILES.into_iter().find(|t| t.height as usize == height)
+    pub fn of(caps: &Capabilities, height: usize) -> Option<Self> {
+        tiles(caps).iter().find(|t| t.height as usize == height).copied()
     }
 
     /// The same where it is the direct one.
-    pub fn direct_of(height: usize) -> Option<Self> {
-        Self::of(height).filter(|cut| cut.direct)
+    pub fn direct_of(caps: &Capabilities, height: usize) -> Option<Self> {
+        Self::of(caps, height).filter(|cut| cut.direct)
     }
 
     /// Subgroups of a workgroup.
@@ -187,7 +238,8 @@ pub fn dense(caps: &Capabilities, rows: usize, columns: usize, staged: bool) -> 
     let enough = |t: &&MatrixTile| {
         !(staged && t.direct) && t.height as usize <= rows && workgroups(t) >= caps.tuning.matrix_workgroups
     };
-    Some(*DENSE_TILES.iter().rev().find(enough).unwrap_or(&DENSE_TILES[0]))
+    let tiles = dense_tiles(caps);
+    Some(*tiles.iter().rev().find(enough).unwrap_or(&tiles[0]))
 }
 
 /// Whether a product of `rows` rows that must be as exact as f32 arithmetic runs faster on matrices, which then multiply twice.
@@ -319,6 +371,39 @@ mod tests {
     use crate::plan::tuning::Tuning;
 
     #[test]
+    fn a_device_has_the_tier_by_its_own_list() {
+        use wgpu::{Backend, CooperativeScalarType::F16, CooperativeScalarType::F32};
+        let listed = |edge: u32, cr_type| wgpu::CooperativeMatrixProperties {
+            m_size: edge,
+            n_size: edge,
+            k_size: edge,
+            ab_type: F16,
+            cr_type,
+            saturating_accumulation: false,
+        };
+        let offered = |backend, (subgroup_min_size, subgroup_max_size), bytes, list: &[(u32, _)]| {
+            let info = wgpu::AdapterInfo {
+                subgroup_min_size,
+                subgroup_max_size,
+                ..wgpu::AdapterInfo::new(wgpu::DeviceType::DiscreteGpu, backend)
+            };
+            let limits = wgpu::Limits { max_compute_workgroup_storage_size: bytes, ..wgpu::Limits::defaults() };
+            let list: Vec<_> = list.iter().map(|(edge, sums)| listed(*edge, *sums)).collect();
+            super::offered(&info, &FEATURES, &limits, &list)
+        };
+        let fixed = |bytes, list: &[(u32, _)]| offered(Backend::Vulkan, (32, 32), bytes, list);
+        assert_eq!(fixed(48 << 10, &[(16, F32), (8, F32)]), Some(16));
+        assert_eq!(fixed(32 << 10, &[(16, F32), (8, F32)]), Some(8), "the cuts for 16 do not fit");
+        assert_eq!(fixed(32 << 10, &[(8, F16), (8, F32)]), Some(8));
+        assert_eq!(fixed(32 << 10, &[(16, F32)]), None);
+        assert_eq!(fixed(16 << 10, &[(8, F32)]), None);
+        assert_eq!(fixed(48 << 10, &[(16, F16), (8, F16)]), None, "sums of f16");
+        assert_eq!(offered(Backend::Vulkan, (32, 64), 64 << 10, &[(16, F32)]), None);
+        assert_eq!(offered(Backend::Metal, (4, 64), 32 << 10, &[(8, F32)]), Some(8), "it will be asked");
+        assert_eq!(offered(Backend::Metal, (4, 64), 32 << 10, &[]), None);
+    }
+
+    #[test]
     fn parts_in_any_order_give_the_exponent_of_the_whole() {
         let stacks: [&[&[f32]]; 6] = [
             &[&[0.1, -3.0], &[0.0, 0.0]],
@@ -346,9 +431,18 @@ mod tests {
         assert_eq!(Measured::new(DType::F32, 2).1.get(), None);
     }
 
+    /// Cuts for both edges, each with the workgroup memory that it may take.
+    fn with_room(
+        of_16: impl IntoIterator<Item = MatrixTile>,
+        of_8: impl IntoIterator<Item = MatrixTile>,
+    ) -> impl Iterator<Item = (MatrixTile, u32)> {
+        let [room_16, room_8] = EDGES.map(|(_, bytes)| bytes);
+        of_16.into_iter().map(move |t| (t, room_16)).chain(of_8.into_iter().map(move |t| (t, room_8)))
+    }
+
     #[test]
     fn every_cut_divides_evenly_and_fits() {
-        for t in TILES.into_iter().chain(DENSE_TILES) {
+        for (t, room) in with_room(TILES, NARROW_TILES).chain(with_room(DENSE_TILES, NARROW_DENSE_TILES)) {
             for lanes in WIDTHS.map(|width| width * t.subgroups()) {
                 assert!(lanes <= 256, "{t:?}");
                 assert_eq!(lanes % (t.depth / 8), 0, "{t:?}: one part of a row a lane");
@@ -359,13 +453,15 @@ mod tests {
             assert!(t.height % t.sub_rows == 0 && t.columns % t.sub_columns == 0, "{t:?}");
             assert!(t.sub_rows % EDGE == 0 && t.sub_columns % EDGE == 0 && t.depth % EDGE == 0, "{t:?}");
             let bytes = t.workgroup_bytes() + t.folded_workgroup_bytes();
-            assert!(bytes <= WORKGROUP_BYTES, "{t:?}: {bytes}");
+            assert!(bytes <= room, "{t:?}: {bytes}");
         }
-        for t in DENSE_TILES {
+        for (t, room) in with_room(DENSE_TILES, NARROW_DENSE_TILES) {
             assert_eq!(t.sub_columns % t.strip(), 0, "{t:?}");
             let bytes = t.dense_workgroup_bytes() + t.folded_workgroup_bytes();
-            assert!(bytes <= WORKGROUP_BYTES, "{t:?}: {bytes}");
+            assert!(bytes <= room, "{t:?}: {bytes}");
         }
+        // A height is all that an alignment knows of a cut.
+        assert_eq!(NARROW_TILES.map(|t| (t.height, t.direct)), TILES.map(|t| (t.height, t.direct)));
     }
 
     fn device() -> Capabilities {
@@ -391,7 +487,7 @@ mod tests {
         let tile = |pairs| tile(&caps, pairs, 16);
         assert_eq!([0, 31, 32, 16 * 64, 16 * 128].map(tile), [None, None, Some(16), Some(80), Some(144)]);
         assert_eq!([16 * 144, 16 * 145].map(tile), [Some(144), Some(128)], "the direct cut");
-        assert!((0..1 << 14).filter_map(tile).all(|h| MatrixTile::of(h).is_some()));
+        assert!((0..1 << 14).filter_map(tile).all(|h| MatrixTile::of(&caps, h).is_some()));
         assert_eq!([144, 128, 80].map(lower), [Some(80), Some(80), Some(48)]);
         assert_eq!(lower(16), None);
     }

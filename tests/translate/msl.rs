@@ -17,15 +17,18 @@ const MAX_BUFFERS: u32 = 31;
 fn translate(module: &Module, info: &ModuleInfo, tier: Tier, checked: bool) -> Result<Vec<u8>, String> {
     let policy = if checked { BoundsCheckPolicy::Restrict } else { BoundsCheckPolicy::Unchecked };
     let mut resources = EntryPointResources::default();
-    let mut slot = 0u8;
-    for (_, global) in module.global_variables.iter() {
+    // As wgpu gives them out: by binding, in whatever order a shader declares them. The writer names a size by the variable's number.
+    let (mut sizes_buffer, mut sizes) = (0, String::new());
+    for (handle, global) in module.global_variables.iter() {
         let Some(binding) = global.binding else { continue };
+        let slot = binding.binding as u8;
         let mutable = matches!(global.space, naga::AddressSpace::Storage { access } if access.contains(naga::StorageAccess::STORE));
         resources.resources.insert(binding, BindTarget { buffer: Some(slot), mutable, ..BindTarget::default() });
-        slot += 1;
+        sizes_buffer = sizes_buffer.max(slot + 1);
+        sizes += &format!("// size{} is of buffer({slot})\n", handle.index());
     }
     // wgpu passes the sizes of buffers in one of its own.
-    resources.sizes_buffer = Some(slot);
+    resources.sizes_buffer = Some(sizes_buffer);
     let options = msl::Options {
         lang_version: if tier >= Tier::Matrix { (2, 3) } else { (2, 1) },
         per_entry_point_map: [("main".to_owned(), resources)].into_iter().collect(),
@@ -49,7 +52,8 @@ fn translate(module: &Module, info: &ModuleInfo, tier: Tier, checked: bool) -> R
     for name in written.entry_point_names {
         name.map_err(|e| e.to_string())?;
     }
-    Ok(text.into_bytes())
+    // For who runs it: portability/msl/replay.py.
+    Ok((text + "\n" + &sizes).into_bytes())
 }
 
 fn lint_msl(module: &Module, tier: Tier, bytes: &[u8]) -> Result<(), String> {
@@ -62,8 +66,7 @@ fn lint_msl(module: &Module, tier: Tier, bytes: &[u8]) -> Result<(), String> {
         return Err("cooperative matrices other than 8 x 8".to_owned());
     }
     // naga passes a pointer to what the array holds; Metal loads matrices from scalars alone.
-    let vectors = ["half4", "float4", "half2", "float2"];
-    if text.contains("NagaCooperativeLoad") && vectors.iter().any(|v| text.contains(&format!("const device {v}*"))) {
+    if lint::matrix_of_vectors(module) {
         return Err("a cooperative matrix is loaded from an array of vectors".to_owned());
     }
     // Metal numbers `subgroup_id` and its like only from 2.1 on, which is what is asked for.
