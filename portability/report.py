@@ -20,8 +20,8 @@ KINDS = {
     "stand-in": "stand-in",
     "checked": "checked",
 }
-# Tiers that a back end never offers: the matrix tier needs 16 x 16 matrices, which only Vulkan has, and GL has no subgroups.
-NO_SUCH_TIER = {("dx12", "matrix"), ("metal", "matrix"), ("webgpu", "matrix"), ("gles", "matrix"), ("gles", "subgroup")}
+# Tiers that a back end never offers: DX12, browsers and GL have no cooperative matrices, and GL has no subgroups.
+NO_SUCH_TIER = {("dx12", "matrix"), ("webgpu", "matrix"), ("gles", "matrix"), ("gles", "subgroup")}
 
 
 def rows(folder):

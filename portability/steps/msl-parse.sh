@@ -13,7 +13,9 @@ all() {
     local file name
     for file in "$@"; do
         name=$(basename "$file" .metal)
-        printf 'namespace n%s {\n#include "%s"\n}\n' "${name//./_}" "$file"
+        printf 'namespace n%s {\n# 1 "%s"\n' "${name//./_}" "$file"
+        awk -f portability/msl/once.awk "$file"
+        echo '}'
     done
 }
 files=("$SHADERS"/metal/*.metal)
