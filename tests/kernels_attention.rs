@@ -7,7 +7,7 @@ mod device;
 mod gpu_run;
 
 use common::{Rng, TOL_F32, UNWRITTEN_F32, each_case, rel_err, tolerance};
-use gpu_run::{Output, run, upload};
+use gpu_run::{Output, replayed, run, upload};
 use wgmoe::Gpu;
 use wgmoe::kernels::View;
 use wgmoe::kernels::attention::Attention;
@@ -306,4 +306,17 @@ fn scores_beyond_any_weight_stay_finite() {
         // The first row has one key.
         assert!(rel_err(&out[..256], &all[0].out[..256]) <= tolerance(&gpu));
     }
+}
+
+#[test]
+#[ignore = "repeats MSL on the CPU: portability/steps/msl-run.sh"]
+fn prompts_on_matrices_of_8_equal_the_oracle() {
+    let gpu = replayed::device(|tuning| tuning);
+    let case = |(head_dim, heads, kv_heads), block_size| Case { heads, kv_heads, head_dim, block_size };
+    each_case(&[case((64, 8, 2), 16), case((128, 7, 1), 5)], |case| check_steps(&gpu, case, [1.0, 1.0], |_| 1.0));
+    // Blocks of very different range: sums are rescaled.
+    let case = case((64, 8, 2), 16);
+    each_case(&[(6, -1), (-6, 1)], |(first, step)| {
+        check_steps(&gpu, &case, [1.0, 1.0], |t| 10f32.powi(first + step * (t as i32 / 12)))
+    });
 }

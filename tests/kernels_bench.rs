@@ -8,8 +8,9 @@ mod device;
 mod gpu_run;
 
 use common::{TOL_F32, UNWRITTEN_I32, each_case, rel_err};
-use gpu_run::{Output, run, upload};
+use gpu_run::{Output, replayed, run, upload};
 use wgmoe::dtype::DType;
+use wgmoe::kernels::matrix_probe::{MatrixProbe, WORDS, subgroup_size};
 use wgmoe::kernels::random::Random;
 use wgmoe::kernels::rate::Rate;
 use wgmoe::kernels::stream::Stream;
@@ -75,4 +76,20 @@ fn chain(lane: usize, rounds: u32) -> f32 {
     let x = (lane % 7) as f32 * 0.0625 - 0.1875;
     let one = |begin: f32| (0..4 * rounds).fold(x + begin, |sum, _| sum * x + x);
     4.0 * (0..8).map(|i| one(i as f32)).sum::<f32>()
+}
+
+#[test]
+#[ignore = "repeats MSL on the CPU: portability/steps/msl-run.sh"]
+fn the_probe_finds_matrices_of_8() {
+    let gpu = replayed::device(|tuning| tuning);
+    let out = Output::new(&gpu, WORDS, UNWRITTEN_I32 as u32);
+    run(&gpu, |rec, pass| MatrixProbe { edge: gpu.capabilities().edge, out: &out.view }.record(rec, pass));
+    assert_eq!(subgroup_size(&out.read(&gpu)), Some(32));
+    let out = Output::new(&gpu, 256, 0.0f32);
+    run(&gpu, |rec, pass| Rate { workgroups: 1, rounds: 1, out: &out.view }.record(rec, pass));
+    // Four products of the same operands a round, whose sums eight chains leave.
+    let operand = |i: usize| (i % 7) as f32 * 0.0625 - 0.1875;
+    let product = |at: usize| (0..16).map(|k| operand(k * 16 + at % 16) * operand(256 + at / 16 * 16 + k)).sum::<f32>();
+    let expected: Vec<f32> = (0..256).map(|at| 8.0 * 4.0 * product(at)).collect();
+    assert!(rel_err(&out.read(&gpu), &expected) <= TOL_F32);
 }

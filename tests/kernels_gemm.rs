@@ -7,7 +7,7 @@ mod device;
 mod gpu_run;
 
 use common::{Rng, Routing, TOL_F32, UNWRITTEN_F32, each_case, rel_err, tolerance};
-use gpu_run::{Output, read, run, upload, weights};
+use gpu_run::{Output, read, replayed, run, upload, weights};
 use proptest::prelude::*;
 use wgmoe::Gpu;
 use wgmoe::dtype::DType;
@@ -374,4 +374,27 @@ fn any_shape_equals_the_oracle() {
             prop_assert_eq!(check(gpu, &case), Ok(()));
         }
     });
+}
+
+#[test]
+#[ignore = "repeats MSL on the CPU: portability/steps/msl-run.sh"]
+fn matrices_of_8_equal_the_oracle() {
+    let mut cases = Vec::new();
+    for height in TILES.map(|t| t.height as usize) {
+        let select = Select::Tiles(height);
+        let case = Case { select, dtype: DType::F16, pairs: 150, row_div: 1, experts: 2, ..CASE };
+        // Around the columns of a workgroup, and with a row that ends within a step.
+        cases.push(Case { out: 130, inner: 72, ..case });
+        cases.push(Case { dtype: DType::Bf16, cut: Cut::Rows, row_div: 3, out: 60, inner: 128, ..case });
+        cases.push(Case { dtype: DType::Bf16, size: [1e6, 1e6], pairs: 20, ..case });
+    }
+    // Every cut of a dense product: the last one takes x straight from memory.
+    for pairs in [9, 33, 70, 150] {
+        let case = Case { select: Select::Dense, dtype: DType::Bf16, pairs, row_div: 1, ..CASE };
+        cases.push(Case { out: 70, inner: 72, ..case });
+        cases.push(Case { out: 100, inner: 128, accumulate: true, dtype: DType::F16, ..case });
+        cases.push(Case { exact: true, out: 20, inner: 40, ..case });
+    }
+    let gpu = replayed::device(|tuning| Tuning { matrix_workgroups: 1, exact_matrix_rows: 9, ..tuning });
+    each_case(&cases, |case| check(&gpu, case));
 }

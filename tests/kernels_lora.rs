@@ -9,7 +9,7 @@ mod gpu_run;
 mod held;
 
 use common::{AdapterMix, Rng, Routing, TOL_F32, UNWRITTEN_F32, UNWRITTEN_I32, each_case, rel_err, tolerance};
-use gpu_run::{Output, read, run, upload, weights};
+use gpu_run::{Output, read, replayed, run, upload, weights};
 use held::{Held, place};
 use wgmoe::Gpu;
 use wgmoe::dtype::DType;
@@ -22,6 +22,7 @@ use wgmoe::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
 use wgmoe::kernels::pack::{Pack, Packed};
 use wgmoe::kernels::pair_shrink::PairShrink;
 use wgmoe::plan::matrix::{self, FOLDED_SLOTS, TILES, factor_exponent, largest_magnitude};
+use wgmoe::plan::tuning::Tuning;
 use wgmoe::reference;
 use wgmoe::router::NoAdapter;
 use wgmoe::shape::align_capacity;
@@ -694,6 +695,40 @@ fn products_on_matrices_add_adapters_as_the_oracle_does() {
         cases.push((Case { out_dims, experts: 1, top_k: 1, tokens: 2000, ..of(slots) }, None, None));
     }
     for gpu in device::every_tier().into_iter().filter(|gpu| gpu.capabilities().matrix) {
+        for shrink in [Some(lora_matrix::TILE), Some(lora_matrix::HIGH_TILE), None] {
+            each_case(&cases, |case| check_folded(&gpu, case, shrink));
+        }
+    }
+}
+
+#[test]
+#[ignore = "repeats MSL on the CPU: portability/steps/msl-run.sh"]
+fn adapters_on_matrices_of_8_equal_the_oracle() {
+    let gpu = replayed::device(|tuning| Tuning { matrix_workgroups: 1, ..tuning });
+    let slots = || vec![(3, DType::F16), (8, DType::F32), (17, DType::Bf16)];
+    let mut apart = Vec::new();
+    for (out_dims, inner) in [(vec![21, 21], 72), (vec![40], 24), (vec![5, 5, 5], 64)] {
+        apart.push(Case { tokens: 60, slots: slots(), out_dims, inner, ..case() });
+    }
+    apart.push(Case { biased: vec![true, false, true], ..apart[0].clone() });
+    each_case(&apart, |case| check_matrix(&gpu, case));
+
+    for height in [None].into_iter().chain(TILES.map(|tile| Some(tile.height as usize))) {
+        let [experts, top_k] = if height.is_none() { [1, 1] } else { [2, 2] };
+        let of = |out_dims, alternating, tokens| Case {
+            out_dims,
+            alternating,
+            experts,
+            top_k,
+            tokens,
+            slots: slots(),
+            ..case()
+        };
+        let cases = [
+            (of(vec![40, 90], false, 20), height, None),
+            (of(vec![21, 21], true, 70), height, None),
+            (Case { inner: 72, ..of(vec![1, 16, 17, 5], false, 150) }, height, None),
+        ];
         for shrink in [Some(lora_matrix::TILE), Some(lora_matrix::HIGH_TILE), None] {
             each_case(&cases, |case| check_folded(&gpu, case, shrink));
         }

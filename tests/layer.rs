@@ -9,7 +9,7 @@ mod gpu_run;
 mod moe;
 
 use common::{ROUTE_GAP, Rng, each_case, folds, rel_err, shrinks, tolerance};
-use gpu_run::run_in;
+use gpu_run::{replayed, run_in};
 use moe::{Batch, OnDevice, SHAPE, Twin, adapter, adapter_of, biased, cut, forward, pin, poisoned};
 use wgmoe::activation::Activation;
 use wgmoe::adapter::Site;
@@ -411,4 +411,21 @@ fn recordings_are_independent_until_one_submission_runs_them() {
         }
         assert_eq!(on_device[2].read(&gpu).1, STATUS_SLOT);
     }
+}
+
+#[test]
+#[ignore = "repeats MSL on the CPU: portability/steps/msl-run.sh"]
+fn a_layer_on_matrices_of_8_equals_the_oracle() {
+    let gpu = replayed::device(|tuning| tuning);
+    let adapters = adapters();
+    let held: Vec<Option<&Adapter>> = adapters.iter().map(Some).collect();
+    let cases =
+        [(5, vec![0, 1, -1, 2]), (40, vec![0, 1, -1, 2]), (90, vec![0, -1, 2]), (200, vec![0, -1]), (450, vec![2, 0])];
+    each_case(&cases, |(tokens, slots)| {
+        let twin = Twin::new(&gpu, DType::Bf16, Placement::linear(8, 1, 0).unwrap());
+        let pool = loaded(&gpu, &twin, &adapters);
+        let batch = batch(*tokens, slots, true);
+        let expected = twin.expected(&batch.x, &batch.mapping, &held);
+        compare(&gpu, forward(&gpu, &twin.device, Some(&pool), &batch), &expected, &batch)
+    });
 }

@@ -102,7 +102,7 @@ fn a_traced_layer_holds_all_that_is_needed_to_repeat_it() {
         Placement::table(&copies, 2, 1).unwrap(),
     ];
     let (mut shaders, mut cases) = (BTreeMap::new(), Vec::new());
-    // Nobody repeats the matrix tier elsewhere: browsers and CPU threads have no such matrices.
+    // Browsers have no matrices; those of 8 x 8 are repeated on CPU threads by tests of their own (`tests/common/replayed.rs`).
     for gpu in device::every_tier().iter().filter(|gpu| gpu.tier() < Tier::Matrix).map(as_anywhere) {
         for tokens in TOKENS {
             for placement in &placements {

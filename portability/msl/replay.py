@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Repeats traced stages on CPU threads, with the MSL that naga wrote for them and a stand-in for Apple's library.
 
-usage: replay.py TRACE SHADERS FOLDER [--simdgroup N]
+usage: replay.py [--repeat] TRACE SHADERS FOLDER [--simdgroup N]
 
 TRACE is what tests/trace.rs writes, or a folder of what tests/common/traced.rs leaves; SHADERS what tests/translate leaves.
 FOLDER takes the compiled kernels. Prints the kernels that ran, one a line as `tier stage`, after every case has matched
-the oracle, or what the device of the tests had computed; ends with 1 where one has not.
+the oracle, or what the device of the tests had computed; ends with 1 where one has not. With --repeat TRACE is one case that
+tests/common/replayed.rs wants computed and compares itself: what its buffers hold afterwards goes to a file beside it, and
+the kernels that ran are added to FOLDER/ran.txt.
 """
 
 import argparse
@@ -44,6 +46,7 @@ def argument(kind, name, attribute):
         "thread_index_in_threadgroup": "lane",
         "thread_index_in_simdgroup": "lane % SIMDGROUP",
         "simdgroup_index_in_threadgroup": "lane / SIMDGROUP",
+        "threads_per_simdgroup": "SIMDGROUP",
     }
     if attribute in values:
         return values[attribute]
@@ -58,16 +61,17 @@ def argument(kind, name, attribute):
 
 def wrapper(number, path):
     """A namespace with the shader and a C function that runs it over a grid."""
-    msl = path.read_text()
+    msl = subprocess.check_output(["awk", "-f", HERE / "once.awk", path], text=True)
     threads, arguments = signature(msl)
     sizes = re.findall(r"uint size(\d+);", msl)
+    slots = dict(re.findall(r"// size(\d+) is of buffer\((\d+)\)", msl))
     shared = [(k.removeprefix("threadgroup").strip(), n) for k, n, a in arguments if k.startswith("threadgroup")]
-    fill = " ".join(f"buffer_sizes.size{n} = sizes[{n}];" for n in sizes)
+    fill = " ".join(f"buffer_sizes.size{n} = sizes[{slots[n]}];" for n in sizes)
     declared = f"_mslBufferSizes buffer_sizes{{}}; {fill}" if sizes else ""
     locals_ = " ".join(f"static {kind} shared_{name};" for kind, name in shared)
     call = ", ".join(argument(*a) for a in arguments)
     return f"""namespace shader_{number} {{
-#include "{path.resolve()}"
+{msl}
 extern "C" void run_{number}(const uint32_t* grid, void* const* buffers, const uint32_t* sizes) {{
     {declared} {locals_}
     for (uint z = 0; z < grid[2]; z++) for (uint y = 0; y < grid[1]; y++) for (uint x = 0; x < grid[0]; x++) {{
@@ -79,12 +83,45 @@ extern "C" void run_{number}(const uint32_t* grid, void* const* buffers, const u
 """
 
 
+def numbers_of(shaders):
+    """The number of every label's file."""
+    table = [line.split("\t") for line in (shaders / "variants.tsv").read_text().splitlines()]
+    return {label: number for number, _, _, label in table}
+
+
+def command(simdgroup):
+    """How a library of kernels is compiled."""
+    return ["clang++-16", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-DSIMDGROUP={simdgroup}", f"-I{HERE / 'shim'}"]
+
+
+def kept(shaders, labels, folder, simdgroup):
+    """The kernels of these labels, each compiled once for all cases."""
+    numbers, kernels = numbers_of(shaders), {}
+    for label in labels:
+        number = numbers[label]
+        library, source = folder / f"{number}-{simdgroup}.so", folder / f"{number}.cpp"
+        msl = shaders / "metal" / f"{number}.checked.metal"
+        if not library.exists() or library.stat().st_mtime < msl.stat().st_mtime:
+            source.write_text("#include <metal_stdlib>\n" + wrapper(number, msl))
+            subprocess.run([*command(simdgroup), source, "-o", library], check=True)
+        kernels[label] = getattr(ctypes.CDLL(str(library.resolve())), f"run_{number}")
+    return kernels
+
+
+def repeat(args):
+    """Computes the one case of a test."""
+    case = json.loads(args.trace.read_text())
+    labels = sorted({d["shader"] for d in case["dispatches"]})
+    memory = run(case, kept(args.shaders, labels, args.folder, args.simdgroup))
+    args.trace.with_suffix(".after").write_bytes(b"".join(bytes(m) for m in memory))
+    with open(args.folder / "ran.txt", "a") as ran:
+        ran.writelines(f"{case['tier']} {label.split('[')[0]}\n" for label in labels)
+
+
 def compiled(shaders, labels, folder, simdgroup):
     """The kernels of these labels, as loaded libraries."""
-    table = [line.split("\t") for line in (shaders / "variants.tsv").read_text().splitlines()]
-    numbers = {label: number for number, _, _, label in table}
+    numbers = numbers_of(shaders)
     folder.mkdir(parents=True, exist_ok=True)
-    command = ["clang++-16", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", f"-DSIMDGROUP={simdgroup}"]
     parts = [labels[i::PARTS] for i in range(PARTS) if labels[i::PARTS]]
     running = []
     for i, part in enumerate(parts):
@@ -94,7 +131,7 @@ def compiled(shaders, labels, folder, simdgroup):
         (folder / f"kernels-{i}.cpp").write_text("".join(source))
         library = folder / f"kernels-{simdgroup}-{i}.so"
         library.unlink(missing_ok=True)
-        arguments = [*command, f"-I{HERE / 'shim'}", folder / f"kernels-{i}.cpp", "-o", library]
+        arguments = [*command(simdgroup), folder / f"kernels-{i}.cpp", "-o", library]
         running.append((library, part, subprocess.Popen(arguments)))
     kernels = {}
     for library, part, compiler in running:
@@ -186,7 +223,10 @@ def main():
     parser.add_argument("shaders", type=pathlib.Path)
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--simdgroup", type=int, default=32)
+    parser.add_argument("--repeat", action="store_true")
     args = parser.parse_args()
+    if args.repeat:
+        return repeat(args)
     cases, labels = traced(args.trace)
     kernels = compiled(args.shaders, sorted(labels), args.folder, args.simdgroup)
     ran, failed, worst = set(), False, 0.0

@@ -1,6 +1,8 @@
 //! Slices to the device, stages recorded in one pass, outputs back with a check that nothing was written past them.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+#[path = "replayed.rs"]
+pub mod replayed;
 #[path = "traced.rs"]
 pub mod traced;
 
@@ -79,9 +81,13 @@ pub fn run_in<R>(
     let result = record(rec, &mut pass).unwrap();
     drop(pass);
     rec.flush();
+    let repeated = replayed::Case::recorded(rec);
     let stages = traced::Stages::recorded(rec);
     gpu.queue().submit([encoder.finish()]);
     rec.reset();
+    if let Some(case) = repeated {
+        case.run(&gpu);
+    }
     if let Some(stages) = stages {
         stages.write(&gpu);
     }

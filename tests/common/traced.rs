@@ -57,6 +57,16 @@ impl Buffers {
         json!({ "shader": traced.label, "params": hex(&traced.params), "buffers": buffers, "grid": grid })
     }
 
+    /// Replaces what they hold: their contents one behind the other.
+    pub fn write(&self, gpu: &Gpu, mut contents: &[u8]) {
+        for (buffer, size) in &self.all {
+            let (own, rest) = contents.split_at(*size as usize);
+            gpu.queue().write_buffer(buffer, 0, own);
+            contents = rest;
+        }
+        assert!(contents.is_empty());
+    }
+
     /// What each holds now: one word over and over, or bytes.
     pub fn contents(&self, gpu: &Gpu) -> Vec<Value> {
         let content = |(buffer, size): &(wgpu::Buffer, u64)| {
@@ -100,7 +110,7 @@ static ANYWHERE: LazyLock<HashSet<String>> = LazyLock::new(|| {
 
 /// Keeps what is recorded from now on, where runs are wanted.
 pub fn begin(rec: &mut Recording) {
-    if FOLDER.is_some() {
+    if FOLDER.is_some() || super::replayed::repeats(rec.gpu()) {
         rec.trace();
     }
 }
