@@ -66,7 +66,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         let v = bitcast<vec4<u32>>(abs(activated(place, q)));
         most = max(most, max(max(v.x, v.y), max(v.z, v.w)));
     }
-    let shift = half_shift(reduce_max_u32(most, lane));
+    let shift = row_shift(reduce_max_u32(most, lane));
     let scale = power_of_two(shift);
     // Computed again rather than kept: the inputs are in the cache, and a row has any width.
     for (var q = lane; q < params.quads; q = q + {{ lanes }}u) {

@@ -44,13 +44,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         let v = bitcast<vec4<u32>>(abs(x[begin + q]));
         most = max(most, max(max(v.x, v.y), max(v.z, v.w)));
     }
-    let largest = reduce_max_u32(most, lane);
-    {% if twice %}
-    let shift = half_shift(largest);
-    {% else %}
-    // None for common values, 2^-6 to 2^15: a dense product then has nothing to undo. f16 still has 19 places under the largest.
-    let shift = select(half_shift(largest), 0, largest >= {{ 127 - 6 }}u << 23u && largest < {{ 127 + 15 }}u << 23u);
-    {% endif %}
+    let shift = {{ "half_shift" if twice else "row_shift" }}(reduce_max_u32(most, lane));
     let scale = power_of_two(shift);
     for (var q = lane; q < params.quads; q = q + {{ lanes }}u) {
         let v = x[begin + q] * scale;

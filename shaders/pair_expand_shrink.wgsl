@@ -89,7 +89,7 @@ fn main(
     let up_head = u[pair_at + 2u];
     if (workgroup.y == 0u && lane == 0u && gate_head.w > 1u) {
         // Bit 3 is for a place of the top-k that found no expert.
-        atomicOr(&status[0], gate_head.w & 6u | gate_head.w >> 3u & 1u);
+        atomicOr(&status[0], (gate_head.w & 6u) | ((gate_head.w >> 3u) & 1u));
     }
     // An expert elsewhere: nobody reads this pair.
     if ((gate_head.w & 1u) == 0u) {

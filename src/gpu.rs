@@ -285,8 +285,9 @@ impl Gpu {
             ..wgpu::Limits::defaults()
         };
         let experimental = if matrices {
-            // SAFETY: the one experimental feature asked for is cooperative matrices; the shaders that use them load only
-            // from workgroup memory, within its bounds, and every variant of them is tested against the oracle.
+            // SAFETY: the one experimental feature asked for is cooperative matrices; the shaders that use them load whole
+            // blocks of workgroup memory, or of buffers that hold a whole number of them, within their bounds, and every
+            // variant of them is tested against the oracle.
             unsafe { wgpu::ExperimentalFeatures::enabled() }
         } else {
             wgpu::ExperimentalFeatures::disabled()

@@ -408,7 +408,7 @@ fn check_matrix(gpu: &Gpu, case: &Case) -> Result<(), String> {
         let u = rec.scratch("lora u", words as u64 * 4)?;
         gpu.queue().write_buffer(&u.buffer, 0, bytemuck::cast_slice(&vec![UNWRITTEN_I32; words]));
         let buckets = slots * case.experts;
-        let columns = lora_matrix::column_tiles(gpu.capabilities(), &site, max_rank);
+        let columns = lora_matrix::column_tiles(&site, max_rank);
         let adapters = Align {
             pairs,
             buckets,
@@ -544,7 +544,7 @@ fn check_folded(
         gpu.queue().write_buffer(&u.buffer, 0, bytemuck::cast_slice(&vec![0x7fff_7fffu32; words]));
         let buckets = slots * experts;
         let (label, work_label) = ("virtual tiles", "work");
-        let columns = lora_matrix::column_tiles(gpu.capabilities(), &site, max_rank);
+        let columns = lora_matrix::column_tiles(&site, max_rank);
         let tiles = Align {
             pairs,
             buckets,

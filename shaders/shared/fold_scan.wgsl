@@ -13,7 +13,7 @@ if (counts{{ i }}) {
         own_slots[slot / 32u] = own_slots[slot / 32u] | (1u << (slot % 32u));
     }
     {% if keeps_rows %}
-    row_words[scan{{ i }}] = slot << 24u | pair{{ i }} & 0xffffffu;
+    row_words[scan{{ i }}] = (slot << 24u) | (pair{{ i }} & 0xffffffu);
     {% endif %}
 }
 {% endfor %}

@@ -5,6 +5,13 @@ fn half_shift(most: u32) -> i32 {
     return 141 - clamp(i32(most >> 23u), 53, 254);
 }
 
+// What a row of an operand takes: none where its largest magnitude lies in 2^-5 to 2^7, so that a product has nothing to undo; else
+// that which takes it to just below 2^7 (`matrix::ROW_EXPONENT`). f16 holds 18 binary places or more under the largest value, and the
+// sums of an adapter's A stay in range.
+fn row_shift(most: u32) -> i32 {
+    return select(half_shift(most) - 8, 0, most >= {{ 127 - 5 }}u << 23u && most < {{ 127 + 7 }}u << 23u);
+}
+
 fn power_of_two(exponent: i32) -> f32 {
     return bitcast<f32>(u32(exponent + 127) << 23u);
 }

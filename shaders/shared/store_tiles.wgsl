@@ -1,4 +1,4 @@
-// Sums to their place in y, which lies in the order of the tiles: straight from the matrices, padding included.
+// Sums to their place in y, straight from the matrices: in tiles padding included, of a dense product where all rows are real.
 let stride = params.y_stride;
 {% for j in range(sub_columns // 16) %}
 if (first_column + column_begin + {{ j * 16 }}u < params.out_rows) {

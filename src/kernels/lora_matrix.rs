@@ -29,9 +29,11 @@ fn subgroups(tile: usize) -> u32 {
     if tile > TILE { (tile / TILE) as u32 } else { 2 }
 }
 
-/// Pairs of the tiles of a shrink: `pairs` of `buckets` virtual experts, and whether products add them (`folded`).
-pub fn shrink_tile(pairs: usize, buckets: usize, folded: bool) -> usize {
-    if folded && 2 * pairs >= 3 * TILE * buckets { HIGH_TILE } else { TILE }
+/// Pairs of the tiles of a shrink: `pairs` of `buckets` virtual experts, and whether products add them (`folded`). High tiles must
+/// leave enough workgroups, each of which walks whole rows.
+pub fn shrink_tile(caps: &Capabilities, pairs: usize, buckets: usize, folded: bool) -> usize {
+    let enough = pairs.div_ceil(HIGH_TILE) >= caps.tuning.matrix_workgroups;
+    if folded && enough && 2 * pairs >= 3 * TILE * buckets { HIGH_TILE } else { TILE }
 }
 
 params! {
@@ -90,18 +92,12 @@ pub struct LoraShrinkMatrix<'a> {
     pub folded: bool,
 }
 
-/// Projections that a workgroup takes at most, which then share what it loads of x: what workgroup memory holds. Of a site of more it
-/// takes one.
+/// Projections that a workgroup takes at most, which then share what it loads of x. Of a site of more it takes one.
 pub const MOST_AT_ONCE: u32 = 3;
 
-/// The same on one device: with matrices of 8 goes less workgroup memory.
-pub fn most_at_once(caps: &Capabilities) -> u32 {
-    if caps.edge == EDGE { MOST_AT_ONCE } else { 2 }
-}
-
 /// Projections of a site of `projections` that a workgroup takes: all or one.
-fn at_once(caps: &Capabilities, projections: u32) -> u32 {
-    if projections <= most_at_once(caps) { projections } else { 1 }
+fn at_once(projections: u32) -> u32 {
+    if projections <= MOST_AT_ONCE { projections } else { 1 }
 }
 
 /// The variables on one device, for tiles of `tile` pairs and workgroups that take `per` projections.
@@ -122,9 +118,9 @@ fn other_tiles(tile: usize) -> Error {
     Error::new(ErrorKind::Unsupported, format!("adapters on matrices: expected tiles of {TILE} pairs, got {tile}"))
 }
 
-fn shrink_columns(caps: &Capabilities, site: &LoraSite, max_rank: usize) -> u32 {
+fn shrink_columns(site: &LoraSite, max_rank: usize) -> u32 {
     let projections = site.out_dims.len() as u32;
-    projections / at_once(caps, projections) * max_rank.next_multiple_of(8).div_ceil(TILE) as u32
+    projections / at_once(projections) * max_rank.next_multiple_of(8).div_ceil(TILE) as u32
 }
 
 /// Invocations of a workgroup of the expand, columns of each, and ranks that pass through workgroup memory at a time.
@@ -140,8 +136,8 @@ pub fn expand_vars() -> Vars {
 const EXPAND_COLUMNS: u32 = EXPAND[0] * EXPAND[1];
 
 /// Column tiles of both halves, to announce to an alignment.
-pub fn column_tiles(caps: &Capabilities, site: &LoraSite, max_rank: usize) -> [u32; 2] {
-    [shrink_columns(caps, site, max_rank), site.spans(EXPAND_COLUMNS).tiles]
+pub fn column_tiles(site: &LoraSite, max_rank: usize) -> [u32; 2] {
+    [shrink_columns(site, max_rank), site.spans(EXPAND_COLUMNS).tiles]
 }
 
 impl LoraShrinkMatrix<'_> {
@@ -160,7 +156,7 @@ impl LoraShrinkMatrix<'_> {
         let values = self.rows * self.site.out_dims.len() * self.max_rank;
         let u = rec.scratch("lora u", (values * if self.folded { 2 } else { 4 }) as u64)?;
         let caps = rec.gpu().capabilities().clone();
-        let vars = vars(&caps, self.folded, tile, at_once(&caps, self.site.out_dims.len() as u32));
+        let vars = vars(&caps, self.folded, tile, at_once(self.site.out_dims.len() as u32));
         let pipeline = pipeline(rec.gpu(), &LORA_SHRINK_MATRIX, vars)?;
         let params = LoraShrinkMatrixParams {
             rows: self.rows as u32,
@@ -176,7 +172,7 @@ impl LoraShrinkMatrix<'_> {
             w_scale: self.w_scale,
             pad0: 0,
         };
-        let grid = self.aligned.grid(shrink_columns(&caps, self.site, self.max_rank))?;
+        let grid = self.aligned.grid(shrink_columns(self.site, self.max_rank))?;
         let buffers = [&self.x.view, self.factors.pool(self.site), &self.factors.index, &self.aligned.view, &u];
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         Ok(u)
@@ -287,19 +283,22 @@ mod tests {
 
     #[test]
     fn high_tiles_are_for_many_pairs_that_no_expand_takes_on() {
-        assert_eq!([23, 24].map(|pairs| shrink_tile(8 * pairs, 8, true)), [TILE, HIGH_TILE]);
-        assert_eq!(shrink_tile(8 * 1000, 8, false), TILE);
+        let mut caps = classes().into_iter().find(|caps| caps.matrix).unwrap();
+        caps.tuning.matrix_workgroups = 3;
+        assert_eq!([23, 24].map(|pairs| shrink_tile(&caps, 8 * pairs, 8, true)), [TILE, HIGH_TILE]);
+        assert_eq!([128, 129].map(|pairs| shrink_tile(&caps, pairs, 1, true)), [TILE, HIGH_TILE]);
+        assert_eq!(shrink_tile(&caps, 8 * 1000, 8, false), TILE);
     }
 
     #[test]
-    fn as_many_projections_are_taken_at_once_as_workgroup_memory_holds() {
-        // Rows of x and of each A, of 64 halves and eight more; sums of one projection.
-        let bytes = |per: u32| subgroups(HIGH_TILE) * EDGE * ((1 + per) * (64 + 8) * 2 + EDGE * 4);
-        for (edge, expected) in [(16, [1, 2, 3, 1]), (8, [1, 2, 1, 1])] {
-            let caps = classes().into_iter().find(|caps| caps.matrix && caps.edge == edge).unwrap();
-            let (most, room) = (most_at_once(&caps), workgroup_bytes(edge));
-            assert!(bytes(most) <= room && bytes(most + 1) > room, "{edge}");
-            assert_eq!([1, 2, 3, 4].map(|n| at_once(&caps, n)), expected);
-        }
+    fn workgroup_memory_holds_as_many_projections_as_are_taken_at_once() {
+        // Rows of x of each subgroup and of each A, once in a high tile, of 64 halves and eight more; sums of one projection.
+        let bytes = |tile: usize, copies: u32| {
+            let rows = subgroups(tile) * EDGE + copies * MOST_AT_ONCE * EDGE;
+            rows * (64 + 8) * 2 + subgroups(tile) * EDGE * EDGE * 4
+        };
+        let most = bytes(HIGH_TILE, 1).max(bytes(TILE, subgroups(TILE)));
+        assert!([16, 8].into_iter().all(|edge| most <= workgroup_bytes(edge)), "{most}");
+        assert_eq!([1, 2, 3, 4].map(at_once), [1, 2, 3, 1]);
     }
 }

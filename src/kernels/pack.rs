@@ -120,7 +120,8 @@ impl Packed {
     }
 }
 
-/// Semantics: `packed[r] = f16(x[r] · 2^e[r])` with e such that the largest magnitude of the row lies below 2^15.
+/// Semantics: `packed[r] = f16(x[r] · 2^e[r])` with e = 0 where the largest magnitude of the row lies in 2^-5 to 2^7, else
+/// such that it lies just below 2^7 ([`ROW_EXPONENT`](crate::plan::matrix::ROW_EXPONENT)); twice: just below 2^15.
 pub struct Pack<'a> {
     /// f32 `[rows, width]`.
     pub x: &'a View,

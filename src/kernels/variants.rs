@@ -206,8 +206,7 @@ fn few_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
 /// Products of few pairs that choose their experts, by every number of logits of a lane and both scores.
 fn choosing(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
     let lanes = caps.row_lanes as usize;
-    let softmax = [1, 2, 4, 8].map(|values| (Score::Softmax, values));
-    for (score, values) in softmax.into_iter().chain([(Score::Sigmoid, 4)]) {
+    for (score, values) in [Score::Softmax, Score::Sigmoid].into_iter().flat_map(|s| [1, 2, 4, 8].map(|n| (s, n))) {
         let options = RouteOptions { score, ..RouteOptions::default() };
         let chosen = |of_product: Vars| [of_product, choice::vars(caps, &options, values * lanes)].concat();
         for (dtype, in_dim) in DTYPES.into_iter().flat_map(|dtype| [3, 4].map(|n| (dtype, n * 8 * lanes))) {
@@ -267,7 +266,7 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
         }
     }
     for folded in [false, true] {
-        for per in 1..=lora_matrix::most_at_once(caps) {
+        for per in 1..=lora_matrix::MOST_AT_ONCE {
             for tile in [lora_matrix::TILE, lora_matrix::HIGH_TILE].into_iter().take(1 + usize::from(folded)) {
                 all.push((&lora_matrix::LORA_SHRINK_MATRIX, lora_matrix::vars(caps, folded, tile, per)));
             }

@@ -80,9 +80,8 @@ impl LoraBatch {
         };
         if caps.matrix && self.folds && !rows::tokens_apart(&caps, tokens) {
             // Only the shrink reads it: products add the rest.
-            let columns: Vec<u32> =
-                sites.iter().map(|s| lora_matrix::column_tiles(&caps, s, self.max_rank)[0]).collect();
-            let tile = lora_matrix::shrink_tile(tokens, self.adapters(), true);
+            let columns: Vec<u32> = sites.iter().map(|s| lora_matrix::column_tiles(s, self.max_rank)[0]).collect();
+            let tile = lora_matrix::shrink_tile(&caps, tokens, self.adapters(), true);
             self.matrix_aligned = Some(align(tile, "adapter matrix tiles", &columns, rec, pass)?);
         }
         if let Some(tile) = rows::adapter_tile(&caps, tokens, self.adapters()) {

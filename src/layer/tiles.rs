@@ -174,13 +174,13 @@ impl MoeLayer {
         let virtual_topk_ids = self.remap(rec, pass, t, ids, batch)?;
         let columns: Vec<u32> = [&sites.gate_up, &sites.down]
             .into_iter()
-            .flat_map(|s| lora_matrix::column_tiles(rec.gpu().capabilities(), s, batch.max_rank))
+            .flat_map(|s| lora_matrix::column_tiles(s, batch.max_rank))
             .collect();
         let pairs = t.tokens * self.shape.top_k;
         let align = Align {
             pairs,
             buckets: batch.slots * self.experts,
-            tile: lora_matrix::shrink_tile(pairs, batch.adapters() * self.experts, folded),
+            tile: lora_matrix::shrink_tile(rec.gpu().capabilities(), pairs, batch.adapters() * self.experts, folded),
             label: "virtual tiles",
             work_label: "align work",
             ids: &virtual_topk_ids,

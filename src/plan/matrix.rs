@@ -247,8 +247,11 @@ pub fn exact(caps: &Capabilities, rows: usize) -> bool {
     rows >= caps.tuning.exact_matrix_rows
 }
 
-/// B of an adapter is multiplied by 2^12 where a product adds it, and u divided by as much: B is small and u is large.
-pub const LIFT: u32 = 12;
+/// Rows of x are packed with magnitudes below 2 to this power.
+pub const ROW_EXPONENT: i32 = 7;
+
+/// B of an adapter is multiplied by 2^4 where a product adds it, and u divided by as much: B is small, and u may be large.
+pub const LIFT: u32 = 4;
 
 /// Slots of a pool whose adapters a product can add: what its shader has bits for.
 pub const FOLDED_SLOTS: usize = 128;
@@ -257,10 +260,10 @@ pub const FOLDED_SLOTS: usize = 128;
 pub const FOLDED_ROWS: usize = 1 << 24;
 
 /// Whether B and u of a factor stay within the range of f16, so that a product can add them: the largest magnitudes of A
-/// `[R, depth]` and of B, and the scale. Rows of x come with magnitudes below 2^15.
+/// `[R, depth]` and of B, and the scale.
 pub fn factor_folds([a, b]: [f32; 2], depth: usize, scale: f32) -> bool {
     let lift = 2f32.powi(LIFT as i32);
-    let most_u = scale.abs() * depth as f32 * a * 2f32.powi(15) / lift;
+    let most_u = scale.abs() * depth as f32 * a * 2f32.powi(ROW_EXPONENT) / lift;
     let most_b = b * lift;
     // Neither holds for what is no number.
     most_u <= 65_504.0 && most_b <= 65_504.0
@@ -514,7 +517,7 @@ mod tests {
         };
         assert!(fold(0.05, 0.05, 2.0) && fold(0.0, 0.0, 1.0) && fold(1.0, 4.0, 2.0));
         assert!(!fold(3.0, 0.05, 2.0), "u may exceed f16");
-        assert!(!fold(0.05, 16.0, 2.0), "B exceeds f16");
+        assert!(!fold(0.05, 4096.0, 2.0), "B exceeds f16");
         assert!(!fold(0.05, 0.05, f32::NAN) && !fold(f32::NAN, 0.05, 1.0) && !fold(0.05, f32::INFINITY, 1.0));
     }
 
