@@ -13,9 +13,6 @@ pub const ROWS: &str = "chosen";
 /// Most logits of a row that a lane keeps.
 const MOST_VALUES: u32 = 8;
 
-/// Offsets of views are multiples of so many words.
-const ALIGN_WORDS: usize = 64;
-
 /// What a product needs to choose the experts of its pairs, A of each row of x, and where it leaves them.
 pub struct Choice<'a> {
     /// Score and scaling; a rule that [`possible`] takes.
@@ -42,8 +39,8 @@ impl Topk {
     /// # Errors
     /// Those of [`Recording::scratch`].
     pub fn scratch(rec: &mut Recording, pairs: usize) -> Result<Self> {
-        let words = pairs.next_multiple_of(ALIGN_WORDS) + pairs;
-        Ok(Self { view: rec.scratch("topk", words as u64 * 4)?, pairs })
+        let bytes = pairs as u64 * 4;
+        Ok(Self { view: rec.scratch("topk", bytes.next_multiple_of(View::ALIGN) + bytes)?, pairs })
     }
 
     /// Both.
@@ -52,23 +49,23 @@ impl Topk {
     }
 
     /// Word of the weights.
-    pub(crate) fn weights_base(&self) -> usize {
-        self.pairs.next_multiple_of(ALIGN_WORDS)
+    pub(crate) fn weights_base(&self) -> u64 {
+        self.bytes().next_multiple_of(View::ALIGN) / 4
     }
 
-    fn part(&self, begin: usize) -> View {
-        let (offset, size) = (self.view.offset + begin as u64 * 4, self.pairs as u64 * 4);
-        View { buffer: self.view.buffer.clone(), offset, size }
+    /// Bytes of the ids, and of the weights.
+    fn bytes(&self) -> u64 {
+        self.pairs as u64 * 4
     }
 
     /// i32 `[P]`, -1 where no expert was found.
     pub fn ids(&self) -> View {
-        self.part(0)
+        self.view.part(0, self.bytes())
     }
 
     /// f32 `[P]`.
     pub fn weights(&self) -> View {
-        self.part(self.weights_base())
+        self.view.part(self.weights_base() * 4, self.bytes())
     }
 }
 

@@ -116,17 +116,15 @@ pub fn vars(caps: &Capabilities, dtype: DType, rows: &'static str, tile: usize, 
 
 /// Columns of a subgroup.
 const PER_LANE: u32 = 2;
-/// Offsets of views are multiples of so many words.
-const ALIGN_WORDS: usize = 64;
 
-/// Where the words of y begin, for `pairs` pairs of rank `max_rank`.
-fn y_base(pairs: usize, max_rank: usize) -> usize {
-    (pairs * (12 + 2 * max_rank)).next_multiple_of(ALIGN_WORDS)
+/// Byte at which y begins, for `pairs` pairs of rank `max_rank`.
+fn y_begin(pairs: usize, max_rank: usize) -> u64 {
+    ((pairs * (12 + 2 * max_rank) * 4) as u64).next_multiple_of(View::ALIGN)
 }
 
 /// Bytes of what this stage leaves of `pairs` pairs, `out` columns and rank `max_rank`.
 pub fn bytes(pairs: usize, out: usize, max_rank: usize) -> u64 {
-    (y_base(pairs, max_rank.next_multiple_of(8)) + pairs * out) as u64 * 4
+    y_begin(pairs, max_rank.next_multiple_of(8)) + (pairs * out * 4) as u64
 }
 
 impl PairGemmShrink<'_> {
@@ -147,7 +145,7 @@ impl PairGemmShrink<'_> {
         let kernel = if self.choice.is_some() { &PAIR_GEMM_SHRINK_CHOOSING } else { &PAIR_GEMM_SHRINK };
         let pipeline = pipeline(rec.gpu(), kernel, vars)?;
         let (ids, expert_base, sorted_base) = self.select.ids(x);
-        let y_base = y_base(rows, max_rank);
+        let y_begin = y_begin(rows, max_rank);
         let sums = rec.scratch("pair sums", bytes(rows, out_dim, max_rank))?;
         for (i, (piece, view)) in self.weights.pieces.iter().enumerate() {
             let shrink_tiles = if i == 0 { (projections * max_rank).div_ceil(rows::SUBGROUPS as usize) } else { 0 };
@@ -163,7 +161,7 @@ impl PairGemmShrink<'_> {
                 count: piece.count as u32,
                 expert_base,
                 sorted_base,
-                y_base: y_base as u32,
+                y_base: (y_begin / 4) as u32,
                 shrink_tiles: shrink_tiles as u32,
                 index_base: site.index_base as u32,
                 down_base: self.down.index_base as u32,
@@ -188,11 +186,6 @@ impl PairGemmShrink<'_> {
             };
             rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         }
-        let part = |begin: usize, end: u64| View {
-            buffer: sums.buffer.clone(),
-            offset: begin as u64 * 4,
-            size: end - begin as u64 * 4,
-        };
-        Ok(Sums { y: part(y_base, sums.size), u: part(0, y_base as u64 * 4), max_rank })
+        Ok(Sums { y: sums.part(y_begin, sums.size - y_begin), u: sums.part(0, y_begin), max_rank })
     }
 }

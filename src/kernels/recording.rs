@@ -6,7 +6,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::gpu::Gpu;
 use crate::kernels::linker::Pipeline;
 
-/// A part of a storage buffer. Offsets are multiples of 256 bytes.
+/// A part of a storage buffer. Offsets are multiples of [`View::ALIGN`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct View {
     /// The buffer.
@@ -18,6 +18,18 @@ pub struct View {
 }
 
 impl View {
+    /// Bytes of which the offset of every view is a multiple; no device asks for more.
+    pub const ALIGN: u64 = 256;
+
+    /// `size` bytes of this view from its byte `offset` on, a multiple of [`View::ALIGN`].
+    pub fn part(&self, offset: u64, size: u64) -> Self {
+        debug_assert!(
+            offset.is_multiple_of(Self::ALIGN) && offset + size <= self.size,
+            "{offset} + {size} of {self:?}"
+        );
+        Self { buffer: self.buffer.clone(), offset: self.offset + offset, size }
+    }
+
     /// The whole of `buffer`.
     pub fn whole(buffer: &wgpu::Buffer) -> Self {
         Self { buffer: buffer.clone(), offset: 0, size: buffer.size() }

@@ -100,16 +100,13 @@ pub struct Heads {
     pub q: View,
 }
 
-/// Offsets of views are multiples of so many bytes.
-const ALIGN: u64 = 256;
-
 impl Heads {
     /// Bytes of the parts, each but the last rounded up so that the next may follow.
     fn sizes(rows: usize, shape: &AttentionShape, max_rank: usize) -> [u64; 3] {
         let row = (shape.heads + 2 * shape.kv_heads) * shape.head_dim;
         let u = 3 * (4 + max_rank.next_multiple_of(8));
         let [qkv, u, q] = [row, u, shape.heads * shape.head_dim].map(|words| (rows * words * 4) as u64);
-        [qkv.next_multiple_of(ALIGN), u.next_multiple_of(ALIGN), q]
+        [qkv.next_multiple_of(View::ALIGN), u.next_multiple_of(View::ALIGN), q]
     }
 
     /// Whether this stage can add the adapters of `rows` rows with `max_rank` ranks at most.
@@ -125,8 +122,8 @@ impl Heads {
     pub fn scratch(rec: &mut Recording, rows: usize, shape: &AttentionShape, max_rank: usize) -> Result<Self> {
         let [qkv, u, q] = Self::sizes(rows, shape, max_rank);
         let whole = rec.scratch("heads", qkv + u + q)?;
-        let part = |offset: u64, size: u64| View { buffer: whole.buffer.clone(), offset, size };
-        Ok(Self { qkv: part(0, qkv), u: part(qkv, u), q: part(qkv + u, whole.size - qkv - u), whole })
+        let q = whole.part(qkv + u, whole.size - qkv - u);
+        Ok(Self { qkv: whole.part(0, qkv), u: whole.part(qkv, u), q, whole })
     }
 }
 
