@@ -74,7 +74,7 @@ impl MoeLayer {
 impl MoeTensors<'_> {
     /// Whether an adapter of the batch may change what `site` computes.
     fn adapts(&self, site: &LoraSite) -> bool {
-        self.lora.is_some_and(|(batch, _, factors)| batch.max_rank > 0 && factors.any(site))
+        self.lora.is_some_and(|(batch, _, factors)| batch.adapts(site, factors))
     }
 
     /// Whether one may change what experts compute.

@@ -116,10 +116,13 @@ pub fn vars(caps: &Capabilities, dtype: DType, rows: &'static str, tile: usize, 
 
 /// Columns of a subgroup.
 const PER_LANE: u32 = 2;
+/// Projections of the site: gate and up.
+const PROJECTIONS: usize = 2;
 
-/// Byte at which y begins, for `pairs` pairs of rank `max_rank`.
+/// Byte at which y begins, for `pairs` pairs of rank `max_rank`: behind an entry of down, and B and u of each projection.
 fn y_begin(pairs: usize, max_rank: usize) -> u64 {
-    ((pairs * (12 + 2 * max_rank) * 4) as u64).next_multiple_of(View::ALIGN)
+    let words = 4 + PROJECTIONS * (4 + max_rank);
+    ((pairs * words * 4) as u64).next_multiple_of(View::ALIGN)
 }
 
 /// Bytes of what this stage leaves of `pairs` pairs, `out` columns and rank `max_rank`.
@@ -137,7 +140,8 @@ impl PairGemmShrink<'_> {
         let Weights { dtype, out_dim, in_dim, .. } = *self.weights;
         let PairShrink { rows, row_div, top_k, experts, slots, site, factors, x, .. } = self.shrink;
         let pair_ids = self.shrink.ids.unwrap_or(x);
-        let (projections, max_rank) = (site.out_dims.len(), self.shrink.max_rank.next_multiple_of(8));
+        debug_assert_eq!(site.out_dims.len(), PROJECTIONS);
+        let max_rank = self.shrink.max_rank.next_multiple_of(8);
         let caps = rec.gpu().capabilities();
         let selected = if self.choice.is_some() { choice::ROWS } else { self.select.name() };
         let mut vars = vars(caps, dtype, selected, tile, in_dim);
@@ -148,7 +152,7 @@ impl PairGemmShrink<'_> {
         let y_begin = y_begin(rows, max_rank);
         let sums = rec.scratch("pair sums", bytes(rows, out_dim, max_rank))?;
         for (i, (piece, view)) in self.weights.pieces.iter().enumerate() {
-            let shrink_tiles = if i == 0 { (projections * max_rank).div_ceil(rows::SUBGROUPS as usize) } else { 0 };
+            let shrink_tiles = if i == 0 { (PROJECTIONS * max_rank).div_ceil(rows::SUBGROUPS as usize) } else { 0 };
             let params = PairGemmShrinkParams {
                 rows: rows as u32,
                 row_div: row_div as u32,
@@ -165,7 +169,7 @@ impl PairGemmShrink<'_> {
                 shrink_tiles: shrink_tiles as u32,
                 index_base: site.index_base as u32,
                 down_base: self.down.index_base as u32,
-                projections: projections as u32,
+                projections: PROJECTIONS as u32,
                 max_rank: max_rank as u32,
                 top_k: top_k as u32,
                 experts: experts as u32,

@@ -8,10 +8,8 @@ use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::rows::SUBGROUPS;
 
-/// The shader.
+/// The shader. For heads that lack what adapters add it has other buffers, and as many.
 pub static ROPE: Kernel = Kernel { stem: "rope", reads: 5, writes: 3 };
-/// The same for heads that lack what adapters add.
-pub static ROPE_EXPAND: Kernel = Kernel { stem: "rope", reads: 5, writes: 3 };
 
 params! {
     /// Sizes of the heads and of the cache.
@@ -183,8 +181,7 @@ impl Rope<'_> {
         let s = &self.shape;
         let heads_at_once = heads_at_once(rec.gpu().capabilities(), self.rows);
         let vars = vars(rec.gpu().capabilities(), s.head_dim, heads_at_once, self.adapters.is_some());
-        let kernel = if self.adapters.is_some() { &ROPE_EXPAND } else { &ROPE };
-        let pipeline = pipeline(rec.gpu(), kernel, vars)?;
+        let pipeline = pipeline(rec.gpu(), &ROPE, vars)?;
         let word = |view: &View| (view.offset / 4) as u32;
         let params = RopeParams {
             rows: self.rows as u32,

@@ -114,7 +114,7 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
     norms(caps, &mut all);
     for head_dim in HEAD_DIMS {
         let rope = |rows: usize| (&rope::ROPE, rope::vars(caps, head_dim, rope::heads_at_once(caps, rows), false));
-        let expands = (&rope::ROPE_EXPAND, rope::vars(caps, head_dim, 1, true));
+        let expands = (&rope::ROPE, rope::vars(caps, head_dim, 1, true));
         let attention = (&attention::ATTENTION, attention::vars(caps, head_dim));
         let expands = Some(expands).filter(|_| rope::adds(caps, head_dim));
         for variant in [rope(1), rope(1 << 12), attention].into_iter().chain(expands) {

@@ -50,6 +50,11 @@ impl LoraBatch {
         })
     }
 
+    /// Whether an adapter of the batch may change what `site` computes; `factors` are those of its layer.
+    pub(crate) fn adapts(&self, site: &LoraSite, factors: &Factors) -> bool {
+        self.max_rank > 0 && factors.any(site)
+    }
+
     /// Adapters that occur in the batch, at least 1.
     pub(super) fn adapters(&self) -> usize {
         self.used.len().max(1)

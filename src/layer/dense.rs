@@ -42,7 +42,7 @@ impl Dense<'_> {
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         let Self { tokens, x, weights, y, accumulate, exact, .. } = *self;
         let Weights { out_dim, in_dim, .. } = *weights;
-        let adapters = self.adapters.filter(|(batch, site, factors)| batch.max_rank > 0 && factors.any(site));
+        let adapters = self.adapters.filter(|(batch, site, factors)| batch.adapts(site, factors));
         let caps = rec.gpu().capabilities().clone();
         let cut = Cut::of(&caps, tokens, out_dim, in_dim).filter(|_| !exact);
         if let (None, Some(tile), Some(adapters)) = (cut, dense_on_matrices(&caps, tokens, weights, false), adapters)
@@ -80,8 +80,7 @@ impl Dense<'_> {
         u: impl FnOnce(&mut Recording, usize) -> Result<Option<View>>,
     ) -> Result<Option<Shrunk>> {
         let Self { tokens, x, weights, y, accumulate, exact, .. } = *self;
-        let Some(adapters) = self.adapters.filter(|(batch, site, factors)| batch.max_rank > 0 && factors.any(site))
-        else {
+        let Some(adapters) = self.adapters.filter(|(batch, site, factors)| batch.adapts(site, factors)) else {
             return Ok(None);
         };
         let cut = Cut::of(rec.gpu().capabilities(), tokens, weights.out_dim, weights.in_dim).filter(|_| !exact);

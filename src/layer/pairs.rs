@@ -1,5 +1,6 @@
 //! The experts of few pairs: what a step of decoding does. Few dispatches, each with all the work that its operands allow.
 
+use crate::adapter::sites::LayerSites;
 use crate::error::Result;
 use crate::kernels::align::Align;
 use crate::kernels::choice::{self, Choice, Topk};
@@ -88,8 +89,8 @@ impl MoeLayer {
         };
 
         let h = rec.scratch("expert h", (rows * f * 4) as u64)?;
-        let adapters = if self.shrinks_beside(rec, t) {
-            self.gate_up_and_shrinks(rec, pass, t, (select, choice), ids, &h)?
+        let adapters = if let Some(lora) = t.lora.filter(|_| self.shrinks_beside(rec, t)) {
+            Some(self.gate_up_and_shrinks(rec, pass, t, lora, (select, choice), ids, &h)?)
         } else {
             let adapters = shrunk(rec, pass, false, t.x)?;
             PairGemm {
@@ -127,23 +128,24 @@ impl MoeLayer {
 
     /// Records gate and up with their adapters and the activation into `h`, and the first half of those of down: two stages in which
     /// nothing waits for a shrink alone.
+    #[allow(clippy::too_many_arguments, reason = "the operands of two stages")]
     fn gate_up_and_shrinks(
         &self,
         rec: &mut Recording,
         pass: &mut wgpu::ComputePass<'_>,
         t: &MoeTensors<'_>,
+        (batch, sites, factors): (&LoraBatch, &LayerSites, &Factors),
         (select, choice): (Rows<'_>, Option<&Choice<'_>>),
         ids: &View,
         h: &View,
-    ) -> Result<Option<Shrunk>> {
-        let Some((batch, sites, factors)) = t.lora else { return Ok(None) };
+    ) -> Result<Shrunk> {
         let shrink = self.shrink(t, (batch, &sites.gate_up, factors), t.x, self.shape.top_k, ids);
         let rows = shrink.rows;
         let (weights, down) = (&self.gate_up, &sites.down);
         let sums = PairGemmShrink { select, choice, weights, shrink, down }.record(rec, pass)?;
         let [pool, down_pool] = [&sites.gate_up, &sites.down].map(|site| factors.pool(site));
         let (width, activation, sums, status) = (self.width, self.activation, &sums, t.status);
-        PairExpandShrink { rows, width, activation, sums, pool, down_pool, h, status }.record(rec, pass).map(Some)
+        PairExpandShrink { rows, width, activation, sums, pool, down_pool, h, status }.record(rec, pass)
     }
 
     /// The first half of the adapters of a site for each pair on its own; `ids` are those of this rank. Both ways of recording

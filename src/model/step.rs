@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::kernels::activation::Activate;
 use crate::kernels::attention::Attention;
 use crate::kernels::count::Count;
-use crate::kernels::dense_gemm;
+use crate::kernels::dense_gemm::Cut;
 use crate::kernels::embed::Embed;
 use crate::kernels::expand_norm::{self, ExpandNorm};
 use crate::kernels::expert_gemm::Weights;
@@ -303,14 +303,16 @@ impl LayerStep<'_> {
         x: &View,
     ) -> Result<Option<(Heads, Shrunk)>> {
         let Self { weights: w, t, .. } = *self;
-        let max_rank = t.lora.as_ref().map_or(0, |batch| batch.max_rank);
-        if !dense_gemm::few(rec.gpu().capabilities(), t.rows)
-            || !Heads::fit(rec.gpu().capabilities(), t.rows, &t.attention, max_rank)
+        let (sites, factors) = self.pool.layer(self.layer);
+        let (site, caps) = (&sites.qkv, rec.gpu().capabilities());
+        let Some(batch) = t.lora.as_ref().filter(|batch| batch.adapts(site, factors)) else { return Ok(None) };
+        // Room is made only for heads that lack something.
+        if Cut::of(caps, t.rows, w.qkv.out_dim, w.qkv.in_dim).is_none()
+            || !Heads::fit(caps, t.rows, &t.attention, batch.max_rank)
         {
             return Ok(None);
         }
-        let heads = Heads::scratch(rec, t.rows, &t.attention, max_rank)?;
-        let site = &self.pool.layer(self.layer).0.qkv;
+        let heads = Heads::scratch(rec, t.rows, &t.attention, batch.max_rank)?;
         let qkv = self.dense(x, &w.qkv, site, &heads.qkv, false);
         let shrunk = qkv.record_shrink(rec, pass, |_, _| Ok(Some(heads.u.clone())))?;
         Ok(shrunk.map(|shrunk| (heads, shrunk)))
