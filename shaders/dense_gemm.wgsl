@@ -57,50 +57,31 @@ fn shrink(pair: u32, row: u32, subgroup_lane: u32) {
 {% endif %}
 {% if lora %}
 {% include "shared/factors.wgsl" %}
+{% include "shared/addend.wgsl" %}
 
 // What an adapter adds to sum `sum` of a subgroup by one group of eight columns of B, as it was read.
 struct Addend {
     sum: u32,
-    storage: u32,
-    b: vec4<u32>,
-    // The second half of a group in f32.
-    b_more: vec4<u32>,
-    u_lo: vec4<f32>,
-    u_hi: vec4<f32>,
+    group: Group,
+    of_u: Eight,
 }
 
 fn read_addend(item: u32, first_row: u32, first_column: u32) -> Addend {
     let parts = params.max_rank / 8u;
     let part = item % parts;
-    var addend = Addend(item / parts, 0u, vec4<u32>(), vec4<u32>(), vec4<f32>(), vec4<f32>());
-    let row = first_row + addend.sum / {{ per_lane }}u;
-    let piece_column = first_column + addend.sum % {{ per_lane }}u;
-    if (addend.sum >= {{ sums }}u || row >= params.rows || piece_column >= params.out_rows) {
-        return addend;
-    }
-    let column = params.out_begin + piece_column;
+    let sum = item / parts;
+    let row = first_row + sum / {{ per_lane }}u;
+    let piece_column = first_column + sum % {{ per_lane }}u;
+    let inside = (sum < {{ sums }}u) & (row < params.rows) & (piece_column < params.out_rows);
+    let column = params.out_begin + min(piece_column, params.out_rows - 1u);
     var projection = 0u;
     {% for i in range(1, 4) %}
     projection = select(projection, {{ i }}u, column >= params.site_begin[{{ i }}]);
     {% endfor %}
-    let at = (row * params.projections + projection) * (params.max_rank / 4u + 1u);
-    let factor = u[at];
-    if (part < factor.y) {
-        let group = (column - params.site_begin[projection]) * factor.y + part;
-        let wide = factor.z == 0u;
-        let b_at = factor.x + select(group, 2u * group, wide);
-        addend.storage = factor.z;
-        addend.b = pool[b_at];
-        addend.b_more = pool[select(b_at, b_at + 1u, wide)];
-        addend.u_lo = bitcast<vec4<f32>>(u[at + 1u + 2u * part]);
-        addend.u_hi = bitcast<vec4<f32>>(u[at + 2u + 2u * part]);
-    }
-    return addend;
-}
-
-fn value_of(addend: Addend) -> f32 {
-    let b = decode_factor8(addend.b, addend.b_more, addend.storage);
-    return dot(b.lo, addend.u_lo) + dot(b.hi, addend.u_hi);
+    let at = (min(row, params.rows - 1u) * params.projections + projection) * (params.max_rank / 4u + 1u);
+    // Without a group there is nothing to add.
+    let head = select(vec4<u32>(), u[at], inside);
+    return Addend(sum, read_group(head, column - params.site_begin[projection], part), read_u(head, at + 1u, part));
 }
 {% endif %}
 
@@ -174,7 +155,7 @@ fn main(
     {% if lora %}
     {% macro add(addend) %}
     {
-        let value = value_of({{ addend }});
+        let value = product_of({{ addend }}.group, {{ addend }}.of_u);
         {% for i in range(tile) %}
         {% for j in range(per_lane) %}
         sum{{ i }}_{{ j }} = sum{{ i }}_{{ j }} + select(0.0, value, {{ addend }}.sum == {{ i * per_lane + j }}u);

@@ -36,41 +36,25 @@ struct DownCombineParams {
 {% include "shared/weights.wgsl" %}
 {% if lora %}
 {% include "shared/factors.wgsl" %}
+{% include "shared/addend.wgsl" %}
 
-// What an adapter adds to a column of a subgroup's pair by one group of eight columns of B and one part of u, as it was read.
+// What an adapter adds to column `j` of a subgroup's pair by one group of eight columns of B and one part of u, as it was read.
 struct Addend {
-    // The column; past all where there is nothing to add.
     j: u32,
-    b: vec4<u32>,
-    // The second half of a group in f32.
-    b_more: vec4<u32>,
-    u_lo: vec4<f32>,
-    u_hi: vec4<f32>,
+    group: Group,
+    of_u: Eight,
 }
 
-// Without a branch: what is read in one is waited for at its end.
 fn read_addend(item: u32, pair_at: u32, factor: vec4<u32>, first_column: u32) -> Addend {
     let groups_of_b = params.max_rank / 8u;
     let parts = groups_of_b * params.chunks;
     let part = item % parts;
+    let group = part % groups_of_b;
     let j = item / parts;
-    let present = (j < {{ per_lane }}u) & (part % groups_of_b < factor.y);
-    let wide = factor.z == 0u;
     let column = params.out_begin + min(first_column + j, params.out_rows - 1u);
-    let group = column * factor.y + part % groups_of_b;
-    let at = select(0u, factor.x + select(group, 2u * group, wide), present);
-    return Addend(
-        select({{ per_lane }}u, j, present),
-        pool[at],
-        pool[select(at, at + 1u, wide & present)],
-        bitcast<vec4<f32>>(u[pair_at + 1u + 2u * part]),
-        bitcast<vec4<f32>>(u[pair_at + 2u + 2u * part]),
-    );
-}
-
-fn value_of(addend: Addend, storage: u32) -> f32 {
-    let b = decode_factor8(addend.b, addend.b_more, storage);
-    return dot(b.lo, addend.u_lo) + dot(b.hi, addend.u_hi);
+    // Without a group there is nothing to add.
+    let head = select(vec4<u32>(), factor, j < {{ per_lane }}u);
+    return Addend(j, read_group(head, column, group), read_u(head, pair_at + 1u + 2u * (part - group), group));
 }
 {% endif %}
 
@@ -135,7 +119,7 @@ fn main(
         {% if lora %}
         {% macro add(addend) %}
         {
-            let value = value_of({{ addend }}, factor.z);
+            let value = product_of({{ addend }}.group, {{ addend }}.of_u);
             {% for j in range(per_lane) %}
             part{{ j }} = part{{ j }} + select(0.0, value, {{ addend }}.j == {{ j }}u);
             {% endfor %}

@@ -26,6 +26,7 @@ struct ExpandNormParams {
 {% include "shared/rows.wgsl" %}
 {% include "shared/reduce.wgsl" %}
 {% include "shared/factors.wgsl" %}
+{% include "shared/addend.wgsl" %}
 
 {% set columns = loads if loads else 8 %}
 @compute @workgroup_size({{ lanes }})
@@ -44,25 +45,24 @@ fn main(
     let first = row * params.width;
     var squares = 0.0;
 
-    {# Adds group `part` of B to every column that is held; an index past the groups of a row reads what means nothing. #}
+    {# Adds group `part` of B to every column that is held. The type is known: f32 alone has a second half that is read. #}
     {% macro add(part, wide) %}
     {
         let present = {{ part }} < factor.y;
         {% for n in range(columns) %}
-        let at{{ n }} = select(0u, factor.x + {{ "2u * " if wide }}(column{{ n }} * factor.y + {{ part }}), present);
+        let at{{ n }} = group_at(factor, column{{ n }}, {{ part }});
         let words{{ n }} = pool[at{{ n }}];
         {% if wide %}
-        let more{{ n }} = pool[select(0u, at{{ n }} + 1u, present)];
+        let more{{ n }} = pool[select(at{{ n }}, at{{ n }} + 1u, present)];
         {% endif %}
         {% endfor %}
-        let lo = bitcast<vec4<f32>>(u[u_at + 1u + 2u * select(0u, {{ part }}, present)]);
-        let hi = bitcast<vec4<f32>>(u[u_at + 2u + 2u * select(0u, {{ part }}, present)]);
+        let of_u = read_u(factor, u_at + 1u, {{ part }});
         {% for n in range(columns) %}
         {
             {% if wide %}
-            let value = dot(bitcast<vec4<f32>>(words{{ n }}), lo) + dot(bitcast<vec4<f32>>(more{{ n }}), hi);
+            let value = dot(bitcast<vec4<f32>>(words{{ n }}), of_u.lo) + dot(bitcast<vec4<f32>>(more{{ n }}), of_u.hi);
             {% else %}
-            let value = dot(decode_factor4(words{{ n }}.xy, factor.z), lo) + dot(decode_factor4(words{{ n }}.zw, factor.z), hi);
+            let value = dot(decode_factor4(words{{ n }}.xy, factor.z), of_u.lo) + dot(decode_factor4(words{{ n }}.zw, factor.z), of_u.hi);
             {% endif %}
             v{{ n }} = v{{ n }} + select(0.0, value, present);
         }

@@ -30,41 +30,13 @@ struct PairExpandShrinkParams {
 @group(0) @binding(7) var<storage, read_write> status: array<atomic<u32>>; // [1]
 
 {% include "shared/factors.wgsl" %}
+{% include "shared/addend.wgsl" %}
 {% include "shared/gate.wgsl" %}
 
 {% set subgroups = lanes // depth_lanes %}
 {% set eighth = chunk // 8 %}
 // Column c at (c % 8) {{ eighth }} + c / 8, so that lanes which read groups of eight meet in no bank.
 var<workgroup> h_chunk: array<f32, {{ chunk }}>;
-
-// Eight values of B and of u, as they were read.
-struct Addend {
-    b: vec4<u32>,
-    b_more: vec4<u32>,
-    u_lo: vec4<f32>,
-    u_hi: vec4<f32>,
-}
-
-// Those of group `part` in a column of projection `projection`, whose B `head` tells. Past the groups of a row they are some that
-// mean nothing.
-fn read_addend(pair_at: u32, projection: u32, head: vec4<u32>, column: u32, part: u32) -> Addend {
-    let present = part < head.y;
-    let wide = head.z == 0u;
-    let group = column * head.y + part;
-    let at = select(0u, head.x + select(group, 2u * group, wide), present);
-    let u_at = pair_at + 3u + projection * (params.max_rank / 4u) + 2u * select(0u, part, present);
-    return Addend(
-        pool[at],
-        pool[select(at, at + 1u, wide & present)],
-        bitcast<vec4<f32>>(u[u_at]),
-        bitcast<vec4<f32>>(u[u_at + 1u]),
-    );
-}
-
-fn value_of(addend: Addend, head: vec4<u32>, part: u32) -> f32 {
-    let b = decode_factor8(addend.b, addend.b_more, head.z);
-    return select(0.0, dot(b.lo, addend.u_lo) + dot(b.hi, addend.u_hi), part < head.y);
-}
 
 // Where `down_pool` has group `group` of row `row` of A; any place where there is no such row.
 fn a_at(factor: Factor, row: u32, group: u32) -> u32 {
@@ -87,6 +59,8 @@ fn main(
     let entry = u[pair_at];
     let gate_head = u[pair_at + 1u];
     let up_head = u[pair_at + 2u];
+    let gate_u_at = pair_at + 3u;
+    let up_u_at = gate_u_at + params.max_rank / 4u;
     if (workgroup.y == 0u && lane == 0u && gate_head.w > 1u) {
         // Bit 3 is for a place of the top-k that found no expert.
         atomicOr(&status[0], (gate_head.w & 6u) | ((gate_head.w >> 3u) & 1u));
@@ -146,19 +120,23 @@ fn main(
         var gate = sums[gate_at];
         var up = sums[up_at];
         {% for part in range(2) %}
-        let gate_addend{{ part }} = read_addend(pair_at, 0u, gate_head, at, {{ part }}u);
-        let up_addend{{ part }} = read_addend(pair_at, 1u, up_head, at, {{ part }}u);
+        let gate_group{{ part }} = read_group(gate_head, at, {{ part }}u);
+        let gate_u{{ part }} = read_u(gate_head, gate_u_at, {{ part }}u);
+        let up_group{{ part }} = read_group(up_head, at, {{ part }}u);
+        let up_u{{ part }} = read_u(up_head, up_u_at, {{ part }}u);
         {% endfor %}
         {% for part in range(2) %}
-        gate = gate + value_of(gate_addend{{ part }}, gate_head, {{ part }}u);
-        up = up + value_of(up_addend{{ part }}, up_head, {{ part }}u);
+        gate = gate + product_of(gate_group{{ part }}, gate_u{{ part }});
+        up = up + product_of(up_group{{ part }}, up_u{{ part }});
         {% endfor %}
         // Ranks above 16.
         for (var part = 2u; part < max(gate_head.y, up_head.y); part = part + 1u) {
-            let gate_addend = read_addend(pair_at, 0u, gate_head, at, part);
-            let up_addend = read_addend(pair_at, 1u, up_head, at, part);
-            gate = gate + value_of(gate_addend, gate_head, part);
-            up = up + value_of(up_addend, up_head, part);
+            let gate_group = read_group(gate_head, at, part);
+            let gate_u = read_u(gate_head, gate_u_at, part);
+            let up_group = read_group(up_head, at, part);
+            let up_u = read_u(up_head, up_u_at, part);
+            gate = gate + product_of(gate_group, gate_u);
+            up = up + product_of(up_group, up_u);
         }
         let value = select(0.0, gated(vec4<f32>(gate), vec4<f32>(up)).x, inside);
         if (inside) {

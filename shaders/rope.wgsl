@@ -41,6 +41,9 @@ struct RopeParams {
 
 {% if lora %}
 {% include "shared/factors.wgsl" %}
+{% with words_of_u = "work" %}
+{% include "shared/addend.wgsl" %}
+{% endwith %}
 
 fn load_qkv(at: u32) -> f32 {
     return bitcast<f32>(work[at]);
@@ -48,42 +51,6 @@ fn load_qkv(at: u32) -> f32 {
 
 fn write_q(at: u32, value: f32) {
     work[params.q_base + at] = bitcast<u32>(value);
-}
-
-// Where the B of a head is: its first group, groups of a row, storage type, and the word of u.
-struct HeadFactor {
-    b: u32,
-    groups: u32,
-    storage: u32,
-    u: u32,
-}
-
-// Eight values of B as they were read, of any row where there is no such group.
-struct Group {
-    words: vec4<u32>,
-    more: vec4<u32>,
-}
-
-fn read_group(factor: HeadFactor, column: u32, part: u32) -> Group {
-    let present = part < factor.groups;
-    let wide = factor.storage == 0u;
-    let group = column * factor.groups + part;
-    let at = select(0u, factor.b + select(group, 2u * group, wide), present);
-    return Group(pool[at], pool[select(at, at + 1u, wide & present)]);
-}
-
-fn four_of_u(at: u32) -> vec4<f32> {
-    return bitcast<vec4<f32>>(vec4<u32>(work[at], work[at + 1u], work[at + 2u], work[at + 3u]));
-}
-
-fn read_u(factor: HeadFactor, part: u32) -> Eight {
-    let at = factor.u + 8u * select(0u, part, part < factor.groups);
-    return Eight(four_of_u(at), four_of_u(at + 4u));
-}
-
-fn added(factor: HeadFactor, part: u32, group: Group, of_u: Eight) -> f32 {
-    let b = decode_factor8(group.words, group.more, factor.storage);
-    return select(0.0, dot(b.lo, of_u.lo) + dot(b.hi, of_u.hi), part < factor.groups);
 }
 {% else %}
 fn load_qkv(at: u32) -> f32 {
@@ -142,7 +109,8 @@ fn main(
     let projection = u32(head >= params.heads) + u32(head >= params.heads + params.kv_heads);
     let of_projection = head - select(0u, params.heads, projection > 0u) - select(0u, params.kv_heads, projection > 1u);
     let head_at = params.u_base + (row * 3u + projection) * (params.max_rank + 4u);
-    let adapter = HeadFactor(work[head_at], work[head_at + 1u], work[head_at + 2u], head_at + 4u);
+    let adapter = vec4<u32>(work[head_at], work[head_at + 1u], work[head_at + 2u], 0u);
+    let u_at = head_at / 4u + 1u;
     let first_column = of_projection * params.head_dim;
     {% endif %}
     {% for n in range(pairs) %}
@@ -160,20 +128,20 @@ fn main(
     {% if lora %}
     {% macro add(part) %}
     {
-        let of_u = read_u(adapter, {{ part }});
+        let of_u = read_u(adapter, u_at, {{ part }});
         {% for n in range(pairs) %}
         let low{{ n }} = read_group(adapter, first_column + at{{ n }}, {{ part }});
         let high{{ n }} = read_group(adapter, first_column + half + at{{ n }}, {{ part }});
         {% endfor %}
         {% for n in range(pairs) %}
-        read{{ n }} = read{{ n }} + vec2<f32>(added(adapter, {{ part }}, low{{ n }}, of_u), added(adapter, {{ part }}, high{{ n }}, of_u));
+        read{{ n }} = read{{ n }} + vec2<f32>(product_of(low{{ n }}, of_u), product_of(high{{ n }}, of_u));
         {% endfor %}
     }
     {% endmacro %}
     // A rank of 16 is read at once.
     {{ add("0u") }}
     {{ add("1u") }}
-    for (var part = 2u; part < adapter.groups; part = part + 1u) {
+    for (var part = 2u; part < adapter.y; part = part + 1u) {
         {{ add("part") }}
     }
     {% endif %}

@@ -87,6 +87,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "shared/weights.wgsl",
     "shared/factor.wgsl",
     "shared/factors.wgsl",
+    "shared/addend.wgsl",
     "shared/projection.wgsl",
     "shared/pair_shrink.wgsl",
     "shared/pair_factor.wgsl",
