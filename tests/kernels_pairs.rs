@@ -327,20 +327,42 @@ struct Chosen {
     slots: Slots,
     /// Experts of a binding.
     cut: Option<usize>,
+    /// The last row has fewer finite logits than places.
+    short: bool,
+}
+
+impl Chosen {
+    /// The slot of each token: every one, none, and one that does not exist.
+    fn mapping(&self) -> Vec<i32> {
+        (0..self.tokens).map(|t| (t % (self.slots.len() + 2)) as i32 - 1).collect()
+    }
+
+    /// The status, where somebody looks at the slots: with adapters.
+    fn owed(&self) -> u32 {
+        let past = !self.slots.is_empty() && self.mapping().iter().any(|slot| *slot >= self.slots.len() as i32);
+        (u32::from(self.short) * STATUS_NON_FINITE) | (u32::from(past) * STATUS_SLOT)
+    }
 }
 
 /// h, ids, weights and the status after gate and up.
 fn gate_and_up(gpu: &Gpu, case: &Chosen, late: bool) -> (Vec<f32>, Vec<i32>, Vec<f32>, u32) {
-    let Chosen { tokens, experts, top_k, options, slots, cut } = *case;
+    let Chosen { tokens, experts, top_k, options, slots, cut, short } = *case;
     let (pairs, [d, f]) = (tokens * top_k, [72, 40]);
     let mut rng = Rng::new(17);
     let mut logits = rng.floats(tokens * experts);
-    // Ties, which the lower id wins; the last row has fewer finite logits than places.
-    logits[experts / 2] = logits[0].max(0.9);
-    logits[0] = logits[experts / 2];
-    let last = &mut logits[(tokens - 1) * experts..];
-    last[top_k - 1..].fill(f32::NAN);
-    last[0] = f32::NEG_INFINITY;
+    // Ties, which the lower id wins, of the first and the last, and of neighbours that one lane holds where lanes hold more than one.
+    if experts >= 5 {
+        for (t, row) in logits.chunks_mut(experts).enumerate() {
+            let [ends, neighbours] = if t.is_multiple_of(2) { [2.0, 3.0] } else { [3.0, 2.0] };
+            [row[0], row[experts - 1]] = [ends; 2];
+            [row[2], row[3]] = [neighbours; 2];
+        }
+    }
+    if short {
+        let last = &mut logits[(tokens - 1) * experts..];
+        last[top_k - 1..].fill(f32::NAN);
+        last[0] = f32::NEG_INFINITY;
+    }
     let x = rng.floats(tokens * d);
     let limit = cut.map_or(u64::MAX, |count| (count * 2 * f * d * 2) as u64);
     let (weights, _) = weights(gpu, DType::Bf16, [experts, 2 * f, d], &rng.floats(experts * 2 * f * d), limit);
@@ -350,8 +372,7 @@ fn gate_and_up(gpu: &Gpu, case: &Chosen, late: bool) -> (Vec<f32>, Vec<i32>, Vec
     let (down, _) = self::site(&sizes, &mut rng, &mut pools[1], &mut index, true);
     let pools = pools.iter().map(|pool| upload(gpu, pool)).collect();
     let factors = Factors { pools, index: upload(gpu, &index), empty: Vec::new() };
-    let mapping: Vec<i32> = (0..tokens).map(|t| (t % (slots.len() + 2)) as i32 - 1).collect();
-    let (x, logits, mapping) = (upload(gpu, &x), upload(gpu, &logits), upload(gpu, &mapping));
+    let (x, logits, mapping) = (upload(gpu, &x), upload(gpu, &logits), upload(gpu, &case.mapping()));
     let (h, status) = (Output::new(gpu, pairs * f, UNWRITTEN_F32), Output::new(gpu, 1, 0u32));
     let routed = run(gpu, |rec, pass| {
         let topk = Topk::scratch(rec, pairs)?;
@@ -411,21 +432,27 @@ fn a_product_that_chooses_its_experts_does_what_route_does() {
     let raw = RouteOptions { renormalise: false, ..RouteOptions::default() };
     for gpu in device::every_along_depth() {
         let lanes = gpu.capabilities().row_lanes as usize;
-        let whole = Chosen { tokens: 1, experts: lanes, top_k: 8.min(lanes), options: softmax, slots: &[], cut: None };
+        let (top_k, options) = (8.min(lanes), softmax);
+        let whole = Chosen { tokens: 1, experts: lanes, top_k, options, slots: &[], cut: None, short: false };
         let mut cases = Vec::new();
         for (experts, top_k) in [(5, 2), (lanes, 8.min(lanes)), (2 * lanes + 1, 3), (8 * lanes, 6)] {
-            cases.push(Chosen { experts, top_k, ..whole });
-            cases.push(Chosen { experts, top_k, tokens: 7, slots: MIXED, cut: Some(3), ..whole });
+            for short in [false, true] {
+                cases.push(Chosen { experts, top_k, short, ..whole });
+                cases.push(Chosen { experts, top_k, short, tokens: 7, slots: MIXED, cut: Some(3), ..whole });
+            }
         }
         for options in [sigmoid, raw] {
             cases.push(Chosen { options, slots: MIXED, ..whole });
+            cases.push(Chosen { options, slots: MIXED, short: true, ..whole });
             cases.push(Chosen { options, tokens: 4, cut: Some(2), ..whole });
+            cases.push(Chosen { options, tokens: 4, cut: Some(2), short: true, ..whole });
         }
         each_case(&cases, |case| {
             assert!(choice::possible(gpu.capabilities(), &case.options, case.experts, case.top_k));
             let [(h, ids, weights, status), expected] = [true, false].map(|late| gate_and_up(&gpu, case, late));
-            if ids != expected.1 || status != expected.3 || status & STATUS_NON_FINITE == 0 {
-                return Err(format!("{ids:?}, {:?}; status {status}, {}", expected.1, expected.3));
+            let owed = case.owed();
+            if ids != expected.1 || [status, expected.3] != [owed; 2] {
+                return Err(format!("{ids:?}, {:?}; status {status}, {}, expected {owed}", expected.1, expected.3));
             }
             let off = rel_err(&weights, &expected.2);
             if off > TOL_F32 || h.iter().zip(&expected.0).any(|(ours, theirs)| ours.to_bits() != theirs.to_bits()) {

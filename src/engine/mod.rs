@@ -153,6 +153,12 @@ impl Engine {
         self.runner.rec.profiled()
     }
 
+    /// Keeps the labels of what this rank dispatches from now on, and gives those kept so far, as
+    /// [`Recording::labels`](crate::kernels::Recording::labels) says.
+    pub fn labels(&mut self) -> Vec<String> {
+        self.runner.rec.labels()
+    }
+
     /// Bytes of adapters on this rank's device.
     pub fn adapter_bytes(&self) -> u64 {
         self.runner.pool.bytes()
