@@ -76,9 +76,9 @@ fn main(
     // Pairs vary first, so that pairs of one expert read its rows at about the same time.
     {% if rows == "chosen" %}
     if (group.y == 0u) {
-        if ((subgroup == 0u) & (group.x < params.rows / params.row_div)) {
-            let found = leave_choice(group.x, params.row_div, subgroup_lane);
-            if (subgroup_lane == 0u && found < params.row_div) {
+        if (group.x < params.rows / params.row_div) {
+            let found = leave_choice(group.x, params.row_div, subgroup_lane, subgroup == 0u);
+            if (subgroup == 0u && subgroup_lane == 0u && found < params.row_div) {
                 atomicOr(&status[0], 1u);
             }
         }

@@ -71,9 +71,9 @@ struct PairGemmShrinkParams {
 {% include "shared/choose.wgsl" %}
 {% endif %}
 
-fn shrink(pair: u32, row: u32, subgroup_lane: u32) {
+fn shrink(pair: u32, row: u32, subgroup_lane: u32, subgroup: u32) {
     {% if chooses %}
-    let expert = chosen(pair, params.top_k, subgroup_lane);
+    let expert = chosen(pair, params.top_k, subgroup_lane, subgroup);
     {% endif %}
     {% with dense = false, reports = false, ids = "chosen" if chooses else "pair_ids" %}
     {% include "shared/pair_factor.wgsl" %}
@@ -123,13 +123,13 @@ fn main(
 ) {
     // Pairs vary first, so that pairs of one expert read its rows at about the same time.
     if (group.y < params.shrink_tiles) {
-        shrink(group.x, group.y * {{ lanes // depth_lanes }}u + subgroup, subgroup_lane);
+        shrink(group.x, group.y * {{ lanes // depth_lanes }}u + subgroup, subgroup_lane, subgroup);
         return;
     }
     {% if chooses %}
     if (group.y == params.shrink_tiles) {
-        if ((subgroup == 0u) & (group.x < params.rows / params.row_div)) {
-            let found = leave_choice(group.x, params.row_div, subgroup_lane);
+        if (group.x < params.rows / params.row_div) {
+            let found = leave_choice(group.x, params.row_div, subgroup_lane, subgroup == 0u);
         }
         return;
     }

@@ -5,9 +5,12 @@
 {% endwith %}
 {% include "shared/score.wgsl" %}
 
+// What the subgroups of a workgroup agree on: read in a way that says so, since they do subgroup operations only where all do.
+var<workgroup> agreed: i32;
+
 // The expert of `pair`, -1 where the row has too few finite logits: that of the largest logit, after as many larger ones as pairs of the
 // row stand before. `top_k` pairs share a row. Lanes hold experts in order, so the first lane that has a logit has the lowest id.
-fn chosen(pair: u32, top_k: u32, lane: u32) -> i32 {
+fn chosen(pair: u32, top_k: u32, lane: u32, subgroup: u32) -> i32 {
     let row = pair / top_k * params.experts;
     {% include "shared/logits.wgsl" %}
     {% for v in range(values) %}
@@ -33,11 +36,14 @@ fn chosen(pair: u32, top_k: u32, lane: u32) -> i32 {
         {% endfor %}
         expert = select(-1, i32(first * {{ values }}u + subgroupShuffle(which, first)), key != 0u);
     }
-    return expert;
+    if (subgroup == 0u && lane == 0u) {
+        agreed = expert;
+    }
+    return workgroupUniformLoad(&agreed);
 }
 
-// Leaves ids and weights of `token`, and returns how many of its places found an expert.
-fn leave_choice(token: u32, top_k: u32, lane: u32) -> u32 {
+// Leaves ids and weights of `token` if it `writes`, and returns how many of its places found an expert.
+fn leave_choice(token: u32, top_k: u32, lane: u32, writes: bool) -> u32 {
     let row = token * params.experts;
     {% include "shared/logits.wgsl" %}
     {% include "shared/logit_total.wgsl" %}
@@ -50,12 +56,12 @@ fn leave_choice(token: u32, top_k: u32, lane: u32) -> u32 {
     {% include "shared/choice_weights.wgsl" %}
     let at = token * top_k;
     {% for v in range(values) %}
-    if (place{{ v }} != 0xffffffffu) {
+    if (writes && place{{ v }} != 0xffffffffu) {
         topk[at + place{{ v }}] = expert{{ v }};
         topk[params.weights_base + at + place{{ v }}] = bitcast<u32>(weight{{ v }} * factor);
     }
     {% endfor %}
-    for (var k = found + lane; k < top_k; k = k + {{ depth_lanes }}u) {
+    for (var k = select(top_k, found + lane, writes); k < top_k; k = k + {{ depth_lanes }}u) {
         topk[at + k] = 0xffffffffu;
         topk[params.weights_base + at + k] = 0u;
     }

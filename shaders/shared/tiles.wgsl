@@ -19,7 +19,7 @@ let label = ids[item];
 if (item >= params.rows) {
     return;
 }
-let label = chosen(item, params.row_div, subgroup_lane);
+let label = chosen(item, params.row_div, subgroup_lane, subgroup);
 {% else %}
 if (item * {{ tile }}u >= params.rows) {
     return;
