@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use anyhow::Context;
 use clap::Args;
 use wgmoe::plan::capabilities::Capabilities;
-use wgmoe::plan::{matrix, rows};
+use wgmoe::plan::matrix;
+use wgmoe::plan::rows::{self, Few};
 use wgmoe::shape::MoeShape;
 
 use crate::bench::limits::Limits;
@@ -177,7 +178,12 @@ impl Bench<'_> {
         let bytes = t.experts * 3 * d * f * size + experts * d * 2 + tokens * d * 8 + t.adapter_ranks * factor * 2;
         let macs = pairs * 3 * d * f + tokens * experts * d + t.pair_ranks * factor;
         let (least_us, memory) = limits.least(bytes as f64, macs as f64);
-        let tile = if caps.matrix { matrix::tile(caps, pairs, experts) } else { rows::tile(caps, pairs, experts) };
+        let tile = match rows::few(caps, tokens, top_k, experts) {
+            Some(Few::Single) => None,
+            Some(Few::Tiles(tile)) => Some(tile),
+            None if caps.matrix => matrix::tile(caps, pairs, experts),
+            None => rows::tile(caps, pairs, experts),
+        };
         let tile_rows_a_pair = match tile {
             Some(tile) => {
                 let mut counts = vec![0usize; experts];
