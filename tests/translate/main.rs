@@ -19,6 +19,7 @@ use output::Folder;
 use wgmoe::Tier;
 use wgmoe::kernels::linker::{label, render};
 use wgmoe::kernels::variants::{Variant, all};
+use wgmoe::plan::matrix::takes_edge;
 
 /// The text or words of a module; `checked`: as wgpu has them written in debug builds, else as in release builds.
 type Translate = fn(&Module, &ModuleInfo, Tier, checked: bool) -> Result<Vec<u8>, String>;
@@ -71,11 +72,10 @@ fn offered(back_end: &BackEnd, module: &Module, tier: Tier) -> bool {
     }
     let sizes = lint::matrix_sizes(module);
     match back_end.name {
-        // No cooperative matrices in HLSL, and none but 8 x 8 in Metal. What packs rows for them names none and is translated for
-        // all.
+        // No cooperative matrices in HLSL. What packs rows for them names none and is translated for all.
         "dx12" => sizes.is_empty(),
-        "metal" => sizes.iter().all(|n| *n == 8),
-        _ => true,
+        "metal" => sizes.iter().all(|n| takes_edge(wgpu::Backend::Metal, *n)),
+        _ => sizes.iter().all(|n| takes_edge(wgpu::Backend::Vulkan, *n)),
     }
 }
 
