@@ -155,7 +155,7 @@ fn a_shader_that_no_driver_takes_is_found() {
     // naga 30 panics where the operands of coopStore are no variables.
     let store = format!(
         "enable f16; enable wgpu_cooperative_matrix; @group(0) @binding(1) var<storage, read_write> y: array<f32>;
-         {main} {{ var c = coop_mat8x8<f32, C>(); coopStoreT(c, &y[0], 8u + i); }}"
+         {main} {{ var c = coop_mat16x16<f32, C>(); coopStoreT(c, &y[0], 16u + i); }}"
     );
     assert!(wrong(&store, Tier::Matrix, &spirv::BACK_END).starts_with("panic"));
 }
