@@ -25,12 +25,9 @@ fn chosen(pair: u32, top_k: u32, lane: u32, subgroup: u32) -> i32 {
         let key = reduce_max_u32(own, lane);
         let first = first_lane(own == key, lane);
         var which = 0u;
-        {% for v in range(values - 1, 0, -1) %}
+        {% for v in range(values - 1, -1, -1) %}
         which = select(which, {{ v }}u, key{{ v }} == key);
         {% endfor %}
-        {% if values > 1 %}
-        which = select(which, 0u, key0 == key);
-        {% endif %}
         {% for v in range(values) %}
         key{{ v }} = select(key{{ v }}, 0u, (lane == first) & (which == {{ v }}u));
         {% endfor %}

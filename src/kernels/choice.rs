@@ -1,6 +1,7 @@
 //! The choice of experts inside the first product of few pairs, in the place of [`Route`](crate::kernels::route::Route).
 
 use crate::error::Result;
+use crate::kernels::expert_gemm::Rows;
 use crate::kernels::linker::Vars;
 use crate::kernels::route;
 use crate::kernels::{Recording, View};
@@ -25,6 +26,31 @@ pub struct Choice<'a> {
     pub topk: &'a Topk,
     /// u32 `[1]`: bit 0 is set where a place found no finite logit.
     pub status: &'a View,
+}
+
+/// What the parameters of a product say of its choice; zeros where it has none.
+#[derive(Default)]
+pub(crate) struct Numbers {
+    pub experts: u32,
+    pub renormalise: u32,
+    pub scale: f32,
+    pub weights_base: u32,
+}
+
+impl Numbers {
+    pub fn of(choice: Option<&Choice<'_>>) -> Self {
+        choice.map_or_else(Self::default, |c| Self {
+            experts: c.experts as u32,
+            renormalise: u32::from(c.options.renormalise),
+            scale: c.options.scale,
+            weights_base: c.topk.weights_base() as u32,
+        })
+    }
+}
+
+/// What shaders call the rows of a product.
+pub(crate) fn rows(select: &Rows<'_>, choice: Option<&Choice<'_>>) -> &'static str {
+    if choice.is_some() { ROWS } else { select.name() }
 }
 
 /// Ids and weights of some pairs in one buffer.

@@ -4,7 +4,7 @@ use crate::activation::Activation;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::activation;
-use crate::kernels::choice::{self, Choice};
+use crate::kernels::choice::{self, Choice, Numbers};
 use crate::kernels::expert_gemm::{Rows, Weights};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::pair_shrink::Shrunk;
@@ -130,12 +130,12 @@ impl PairGemm<'_> {
         let Weights { dtype, out_dim, in_dim, .. } = *self.weights;
         let (lora, kind) = (self.adapters.is_some(), self.activation);
         let caps = rec.gpu().capabilities();
-        let rows = if self.choice.is_some() { choice::ROWS } else { self.select.name() };
-        let mut vars = vars(caps, dtype, rows, tile, kind, lora, in_dim);
+        let mut vars = vars(caps, dtype, choice::rows(&self.select, self.choice), tile, kind, lora, in_dim);
         vars.extend(self.choice.iter().flat_map(|c| choice::vars(caps, c.options, c.experts)));
         let kernel = if self.choice.is_some() { &PAIR_GEMM_CHOOSING } else { &PAIR_GEMM };
         let pipeline = pipeline(rec.gpu(), kernel, vars)?;
         let (ids, expert_base, sorted_base) = self.select.ids(self.x);
+        let Numbers { experts, renormalise, scale, weights_base } = Numbers::of(self.choice);
         let (alpha, limit) = kind.map_or((0.0, 0.0), activation::constants);
         let matrices = if kind.is_some() { 2 } else { 1 };
         let (u, pool) = self.adapters.map_or((self.x, self.x), |shrunk| (&shrunk.u, &shrunk.pool));
@@ -156,10 +156,10 @@ impl PairGemm<'_> {
                 alpha,
                 limit,
                 chunks: self.adapters.map_or(0, |shrunk| shrunk.chunks as u32),
-                experts: self.choice.map_or(0, |c| c.experts as u32),
-                renormalise: self.choice.map_or(0, |c| u32::from(c.options.renormalise)),
-                scale: self.choice.map_or(0.0, |c| c.options.scale),
-                weights_base: self.choice.map_or(0, |c| c.topk.weights_base() as u32),
+                experts,
+                renormalise,
+                scale,
+                weights_base,
                 pad0: 0,
             };
             let columns = (piece.rows / matrices).div_ceil((rows::SUBGROUPS * per_lane(kind.is_some())) as usize);

@@ -2,7 +2,7 @@
 
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::kernels::choice::{self, Choice};
+use crate::kernels::choice::{self, Choice, Numbers};
 use crate::kernels::expert_gemm::{Rows, Weights};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::lora::LoraSite;
@@ -143,12 +143,12 @@ impl PairGemmShrink<'_> {
         debug_assert_eq!(site.out_dims.len(), PROJECTIONS);
         let max_rank = self.shrink.max_rank.next_multiple_of(8);
         let caps = rec.gpu().capabilities();
-        let selected = if self.choice.is_some() { choice::ROWS } else { self.select.name() };
-        let mut vars = vars(caps, dtype, selected, tile, in_dim);
+        let mut vars = vars(caps, dtype, choice::rows(&self.select, self.choice), tile, in_dim);
         vars.extend(self.choice.iter().flat_map(|c| choice::vars(caps, c.options, c.experts)));
         let kernel = if self.choice.is_some() { &PAIR_GEMM_SHRINK_CHOOSING } else { &PAIR_GEMM_SHRINK };
         let pipeline = pipeline(rec.gpu(), kernel, vars)?;
         let (ids, expert_base, sorted_base) = self.select.ids(x);
+        let Numbers { renormalise, scale, weights_base, .. } = Numbers::of(self.choice);
         let y_begin = y_begin(rows, max_rank);
         let sums = rec.scratch("pair sums", bytes(rows, out_dim, max_rank))?;
         for (i, (piece, view)) in self.weights.pieces.iter().enumerate() {
@@ -174,9 +174,9 @@ impl PairGemmShrink<'_> {
                 top_k: top_k as u32,
                 experts: experts as u32,
                 slots: slots as u32,
-                renormalise: self.choice.map_or(0, |c| u32::from(c.options.renormalise)),
-                scale: self.choice.map_or(0.0, |c| c.options.scale),
-                weights_base: self.choice.map_or(0, |c| c.topk.weights_base() as u32),
+                renormalise,
+                scale,
+                weights_base,
                 pad0: 0,
             };
             let columns = piece.rows.div_ceil((rows::SUBGROUPS * PER_LANE) as usize);

@@ -144,7 +144,7 @@ const MANY_ROWS: usize = 256;
 
 /// Heads of a workgroup: one, or of many rows as many as it has subgroups.
 pub fn heads_at_once(caps: &Capabilities, rows: usize) -> u32 {
-    if caps.along_depth && caps.one_subgroup && rows >= MANY_ROWS { SUBGROUPS } else { 1 }
+    if caps.along_depth && rows >= MANY_ROWS { SUBGROUPS } else { 1 }
 }
 
 /// The variables on one device for heads of `head_dim` columns, so many a workgroup, with `lora` for those that lack adapters.
