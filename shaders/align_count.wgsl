@@ -1,6 +1,12 @@
 // First of two: counts the pairs of each bucket chunk by chunk, and each pair's rank among the pairs of its bucket in
 // its chunk, so that the second stage can place pairs in order without atomics. Also fills the outputs with padding.
+{% if runs %}
+// Buckets are those of `runs_scatter`, which sorts by expert and adapter; what `remap` would say of ids and slots, this leaves as well.
+{% endif %}
 {% include "shared/align.wgsl" %}
+{% if runs %}
+@group(0) @binding(5) var<storage, read_write> status: array<atomic<u32>>; // [1]
+{% endif %}
 
 {% set lanes = [chunk, 256] | min %}
 var<workgroup> chunk_buckets: array<vec4<u32>, {{ chunk // 4 }}>;
@@ -27,7 +33,15 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let pair{{ k }} = chunk * {{ chunk }}u + place{{ k }};
     var bucket{{ k }} = 0xffffffffu;
     if (pair{{ k }} < params.pairs) {
-        bucket{{ k }} = bucket_of(ids[pair{{ k }}]);
+        bucket{{ k }} = bucket_of(pair{{ k }});
+        {% if runs %}
+        if (token_lora_mapping[pair{{ k }} / params.top_k] >= i32(params.all_slots)) {
+            atomicOr(&status[0], 2u);
+        }
+        if (params.routed != 0u && ids[pair{{ k }}] >= i32(params.buckets / params.stride)) {
+            atomicOr(&status[0], 4u);
+        }
+        {% endif %}
     }
     chunk_buckets[place{{ k }} / 4u][place{{ k }} % 4u] = bucket{{ k }};
     var rank{{ k }} = 0u;

@@ -22,7 +22,7 @@ fn main(@builtin(local_invocation_index) lane: u32) {
     let pair{{ v }} = lane + {{ v * lanes }}u;
     var bucket{{ v }} = 0xffffffffu;
     if (pair{{ v }} < params.pairs) {
-        bucket{{ v }} = bucket_of(ids[pair{{ v }}]);
+        bucket{{ v }} = bucket_of(pair{{ v }});
     }
     buckets[pair{{ v }}] = bucket{{ v }};
     var rank{{ v }} = 0u;

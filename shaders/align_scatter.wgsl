@@ -65,7 +65,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     for (var i = lane; i < {{ chunk }}u; i = i + {{ lanes }}u) {
         let pair = chunk * {{ chunk }}u + i;
         if (pair < params.pairs) {
-            let bucket = bucket_of(ids[pair]);
+            let bucket = bucket_of(pair);
             let place = work[places + bucket] + work[params.rank_base + pair];
             aligned[params.sorted_base + place] = i32(pair);
             aligned[params.places_base + pair] = i32(place);

@@ -1,5 +1,5 @@
 {% import "shared/matrices.wgsl" as m %}
-// First half of an adapter on cooperative matrices: u[p] = s A x[row(p)]. A workgroup takes {{ height }} pairs of one virtual expert, and 16
+// First half of an adapter on cooperative matrices: u[p] = s A x[row(p)]. A workgroup takes a run of {{ height }} pairs of one virtual expert, and 16
 // rows of A of each of {{ per }} projections. Its subgroups share the {{ "pairs" if tall else "depth" }} among them{{ "" if tall else " and add up their sums at the end" }}. Both
 // operands pass through workgroup memory as f16: rows of x come packed, each with its power of two; a factor's A has one, too.
 // The intermediate carries the scale, and the powers of two of x and of the base weights that y keeps.
@@ -14,7 +14,6 @@ enable wgpu_cooperative_matrix;
 diagnostic(off, derivative_uniformity);
 
 struct LoraShrinkMatrixParams {
-    rows: u32,
     row_div: u32,
     // Groups of eight in a row of A and of x.
     groups: u32,
@@ -22,21 +21,23 @@ struct LoraShrinkMatrixParams {
     index_base: u32,
     projections: u32,
     max_rank: u32,
-    buckets: u32,
-    expert_base: u32,
+    // Where runs and sorted pairs begin in the alignment.
+    run_base: u32,
     sorted_base: u32,
     // Where the exponents of the rows begin in x, in words of eight bytes.
     exponents: u32,
     // The power of two of the base weights.
     w_scale: f32,
     pad0: u32,
+    pad1: u32,
+    pad2: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: LoraShrinkMatrixParams;
 @group(0) @binding(1) var<storage, read> x: array<vec4<u32>>; // f16 [rows / row_div, K], exponents [rows / row_div]
 @group(0) @binding(2) var<storage, read> pool: array<vec4<u32>>;
 @group(0) @binding(3) var<storage, read> index: array<Factor>; // [V, projections] from index_base
-@group(0) @binding(4) var<storage, read> ids: array<i32>; // alignment over V buckets in tiles of {{ height }}
+@group(0) @binding(4) var<storage, read> ids: array<i32>; // alignment with runs of {{ height }}
 {% if folded %}
 @group(0) @binding(5) var<storage, read_write> u: array<u32>; // f16 [P, projections, max_rank]
 {% else %}
@@ -70,13 +71,10 @@ fn main(
     @builtin(subgroup_id) subgroup: u32,
 ) {
     let item = folded(workgroup);
-    if (item >= u32(ids[65])) {
+    if (item >= u32(ids[66])) {
         return;
     }
-    let label = ids[params.expert_base + item];
-    if (label < 0 || label >= i32(params.buckets)) {
-        return;
-    }
+    let label = ids[params.run_base + item * 4u];
     let rank_tiles = (params.max_rank + 15u) / 16u;
     let r_begin = workgroup.x % rank_tiles * 16u;
     {% for p in range(per) %}
@@ -100,18 +98,16 @@ fn main(
     }
 
     let part = subgroup_lane % {{ part }}u;
-    let first_row = params.sorted_base + item * {{ height }}u;
     {% if tall %}
-    let own_rows = first_row + subgroup * 16u;
+    let own_rows = params.sorted_base + u32(ids[params.run_base + item * 4u + 1u]) + subgroup * 16u;
     {% else %}
-    let own_rows = first_row;
+    let own_rows = params.sorted_base + u32(ids[params.run_base + item * 4u + 1u]);
     {% endif %}
-    let first_pair = u32(ids[first_row]);
+    let end_row = params.sorted_base + u32(ids[params.run_base + item * 4u + 2u]);
     {% for i in range(loads) %}
     let row{{ i }} = subgroup_lane / {{ part }}u + {{ i * rows_at_once }}u;
-    let pair{{ i }} = u32(ids[own_rows + row{{ i }}]);
-    // A row of padding reads the first pair's, which is in the cache: what becomes of it is never written.
-    let x_at{{ i }} = select(first_pair, pair{{ i }}, pair{{ i }} < params.rows) / params.row_div * params.groups;
+    // Past the end of a run its last pair is read again, which is in the cache: what becomes of it is never written.
+    let x_at{{ i }} = u32(ids[min(own_rows + row{{ i }}, end_row - 1u)]) / params.row_div * params.groups;
     {% endfor %}
     {% for i in range(a_loads) %}
     {% if tall %}
@@ -127,7 +123,7 @@ fn main(
     {% if tall %}
     let a_begin = 0u;
     let begin = 0u;
-    let busy = u32(ids[own_rows]) < params.rows;
+    let busy = own_rows < end_row;
     {% else %}
     let a_begin = subgroup * {{ per * 16 * row }}u;
     // Where in a round of all subgroups its part begins.
@@ -250,8 +246,8 @@ fn main(
         for (var at = lane * {{ per_lane }}u; at < 256u; at = at + {{ subgroups * width * per_lane }}u) {
         {% endif %}
             let r = r_begin + at % 16u;
-            let pair = u32(ids[own_rows + at / 16u]);
-            if (pair < params.rows && r < padded_rank{{ p }}) {
+            if (own_rows + at / 16u < end_row && r < padded_rank{{ p }}) {
+                let pair = u32(ids[own_rows + at / 16u]);
                 let e_at = params.exponents + pair / params.row_div;
                 let shift = i32(unpack2x16float(x[e_at / 2u][e_at % 2u * 2u]).x);
                 {% for j in range(per_lane) %}

@@ -226,9 +226,9 @@ fn check_many(gpu: &Gpu, Many { case, apart, folded }: &Many) -> Result<(), Stri
             max_rank,
             folds: slots.iter().all(|(.., biased)| !biased),
             aligned: None,
-            matrix_aligned: None,
+            matrix_runs: None,
         };
-        let batch = batch.prepare(rec, pass, tokens, std::iter::once(&site))?;
+        let batch = batch.prepare(rec, pass, tokens, std::iter::once(&site), &status)?;
         let adapters = Some((&batch, &site, &factors));
         let (x, weights, y, exact, status) = (&x, &weights, &y.view, false, &status);
         Dense { tokens, x, weights, adapters, y, accumulate, exact, status }.record(rec, pass)

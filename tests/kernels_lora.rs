@@ -21,6 +21,7 @@ use wgmoe::kernels::lora_gather::LoraGather;
 use wgmoe::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
 use wgmoe::kernels::pack::{Pack, Packed};
 use wgmoe::kernels::pair_shrink::PairShrink;
+use wgmoe::kernels::runs::AlignRuns;
 use wgmoe::plan::matrix::{self, FOLDED_SLOTS, TILES, factor_exponent, largest_magnitude};
 use wgmoe::plan::tuning::Tuning;
 use wgmoe::reference;
@@ -392,7 +393,7 @@ fn every_edge_shape_and_mix_equals_the_oracle() {
 /// The adapters of the matrix tier: packed rows, and products in the order of tiles that keep both powers of two.
 fn check_matrix(gpu: &Gpu, case: &Case) -> Result<(), String> {
     const W_SCALE: f32 = 4.0;
-    let Prepared { mut rng, ids, virtual_ids, factors, held, site, max_rank, .. } = prepare(gpu, case);
+    let Prepared { mut rng, ids, virtual_ids, mapping, factors, held, site, max_rank } = prepare(gpu, case);
     let (slots, projections) = (case.slots.len(), case.out_dims.len());
     let (pairs, row_div) = (case.tokens * case.top_k, case.top_k);
     let max_rank = max_rank.next_multiple_of(8);
@@ -402,31 +403,27 @@ fn check_matrix(gpu: &Gpu, case: &Case) -> Result<(), String> {
     let capacity = align_capacity(pairs, case.experts, tile);
     let before: Vec<f32> = rng.floats(capacity * stride).into_iter().map(|v| v * 65_536.0).collect();
     let y = Output::of(gpu, &before, UNWRITTEN_F32);
-    let (x_view, ids_view, virtual_view) = (upload(gpu, &x), upload(gpu, &ids), upload(gpu, &virtual_ids));
+    let (x_view, ids_view) = (upload(gpu, &x), upload(gpu, &ids));
+    let (mapping_view, status) = (upload(gpu, &mapping), upload(gpu, &[0u32]));
     let (aligned, packed) = run(gpu, |rec, pass| {
         let words = pairs * projections * max_rank;
         let u = rec.scratch("lora u", words as u64 * 4)?;
         gpu.queue().write_buffer(&u.buffer, 0, bytemuck::cast_slice(&vec![UNWRITTEN_I32; words]));
-        let buckets = slots * case.experts;
-        let columns = lora_matrix::column_tiles(&site, max_rank);
-        let adapters = Align {
+        let runs = AlignRuns {
             pairs,
-            buckets,
-            tile: lora_matrix::TILE,
-            label: "virtual tiles",
-            work_label: "work",
-            ids: &virtual_view,
-            columns: &columns,
-        }
-        .record(rec, pass)?;
-        let aligned = Align {
-            pairs,
-            buckets: case.experts,
+            top_k: case.top_k,
+            experts: case.experts,
             tile,
             label: "tiles",
             work_label: "work",
-            ids: &ids_view,
+            ids: Some(&ids_view),
+            token_lora_mapping: &mapping_view,
+            slots,
+            used: &(0..slots).collect::<Vec<usize>>(),
+            status: &status,
+            run: lora_matrix::RUN,
             columns: &[1],
+            run_columns: &lora_matrix::column_tiles(&site, max_rank),
         }
         .record(rec, pass)?;
         let packed = Packed::scratch(rec, "packed", case.tokens, case.inner)?;
@@ -434,8 +431,7 @@ fn check_matrix(gpu: &Gpu, case: &Case) -> Result<(), String> {
         let u = LoraShrinkMatrix {
             rows: pairs,
             row_div,
-            aligned: &adapters,
-            buckets,
+            runs: &runs,
             max_rank,
             w_scale: W_SCALE,
             site: &site,
@@ -445,19 +441,17 @@ fn check_matrix(gpu: &Gpu, case: &Case) -> Result<(), String> {
         }
         .record(rec, pass)?;
         LoraExpandTiles {
-            rows: pairs,
-            aligned: &adapters,
-            buckets,
+            runs: &runs,
+            buckets: slots * case.experts,
             max_rank,
             site: &site,
             factors: &factors,
             u: &u,
-            places: &aligned,
             y: &y.view,
             y_stride: stride,
         }
         .record(rec, pass)?;
-        Ok((aligned, packed))
+        Ok((runs.aligned, packed))
     });
     let got = y.read(gpu);
     let words: Vec<i32> = read(gpu, &aligned.view, aligned.places_base as usize + pairs);
@@ -514,7 +508,7 @@ fn adapters_on_matrices_equal_the_oracle() {
 }
 
 /// A product on cooperative matrices that adds adapters, in tiles of `tile` pairs or, with one expert and `None`, dense; its
-/// weights cut into pieces of `cut` rows; the shrink sorts pairs into tiles of `shrink`, or takes each on its own.
+/// weights cut into pieces of `cut` rows; the shrink takes runs of `shrink` pairs, or each on its own.
 fn check_folded(
     gpu: &Gpu,
     (case, tile, cut): &(Case, Option<usize>, Option<usize>),
@@ -535,39 +529,43 @@ fn check_folded(
     let rows = tile.map_or(pairs, |tile| align_capacity(pairs, experts, tile));
     let before = if tile.is_some() { vec![UNWRITTEN_F32; rows * y_stride] } else { rng.floats(rows * y_stride) };
     let y = Output::of(gpu, &before, UNWRITTEN_F32);
-    let (x_view, ids_view, virtual_view) = (upload(gpu, &x), upload(gpu, &ids), upload(gpu, &virtual_ids));
+    let (x_view, ids_view) = (upload(gpu, &x), upload(gpu, &ids));
     let (mapping_view, status) = (upload(gpu, &mapping), upload(gpu, &[0u32]));
     let (aligned, packed) = run(gpu, |rec, pass| {
         // 0x7fff is a NaN of f16, too: what the shrink leaves unwritten must not be added.
         let words = pairs * projections * max_rank / 2;
         let u = rec.scratch("lora u", words as u64 * 4)?;
         gpu.queue().write_buffer(&u.buffer, 0, bytemuck::cast_slice(&vec![0x7fff_7fffu32; words]));
-        let buckets = slots * experts;
-        let (label, work_label) = ("virtual tiles", "work");
-        let columns = lora_matrix::column_tiles(&site, max_rank);
-        let tiles = Align {
-            pairs,
-            buckets,
-            tile: shrink.unwrap_or(lora_matrix::TILE),
-            label,
-            work_label,
-            ids: &virtual_view,
-            columns: &columns,
-        }
-        .record(rec, pass)?;
-        let aligned = match *tile {
+        let (label, work_label) = ("tiles", "work");
+        let columns: Vec<u32> = tile.iter().flat_map(|tile| w.columns(gpu.capabilities(), *tile)).collect();
+        let columns = &columns;
+        let runs = match shrink {
             None => None,
-            Some(tile) => {
-                let columns: Vec<u32> = w.columns(gpu.capabilities(), tile).collect();
-                let align = Align {
+            Some(run) => {
+                let align = AlignRuns {
                     pairs,
-                    buckets: experts,
-                    tile,
-                    label: "tiles",
+                    top_k: case.top_k,
+                    experts,
+                    tile: tile.unwrap_or(run),
+                    label,
                     work_label,
-                    ids: &ids_view,
-                    columns: &columns,
+                    ids: tile.map(|_| &ids_view),
+                    token_lora_mapping: &mapping_view,
+                    slots,
+                    used: &(0..slots).collect::<Vec<usize>>(),
+                    status: &status,
+                    run,
+                    columns,
+                    run_columns: &lora_matrix::column_tiles(&site, max_rank),
                 };
+                Some(align.record(rec, pass)?)
+            }
+        };
+        let aligned = match (*tile, &runs) {
+            (None, _) => None,
+            (_, Some(runs)) => Some(runs.aligned.clone()),
+            (Some(tile), None) => {
+                let align = Align { pairs, buckets: experts, tile, label, work_label, ids: &ids_view, columns };
                 Some(align.record(rec, pass)?)
             }
         };
@@ -583,39 +581,33 @@ fn check_folded(
         }
         let packed = Packed::scratch_for(rec, labels, case.tokens, inner, direct.as_ref(), true)?;
         Pack { x: &x_view, packed: &packed }.record(rec, pass)?;
-        let u = if shrink.is_none() {
-            let (ids, status) = (tile.map(|_| &ids_view), &status);
-            let (x, rows, token_lora_mapping, site, factors) = (&packed.view, pairs, &mapping_view, &site, &factors);
-            let top_k = case.top_k;
-            PairShrink {
-                rows,
-                row_div,
-                top_k,
-                experts,
-                slots,
-                max_rank,
-                site,
-                factors,
-                x,
-                ids,
-                token_lora_mapping,
-                status,
+        let u = match &runs {
+            None => {
+                let (ids, status) = (tile.map(|_| &ids_view), &status);
+                let (x, rows, token_lora_mapping, site, factors) =
+                    (&packed.view, pairs, &mapping_view, &site, &factors);
+                let top_k = case.top_k;
+                PairShrink {
+                    rows,
+                    row_div,
+                    top_k,
+                    experts,
+                    slots,
+                    max_rank,
+                    site,
+                    factors,
+                    x,
+                    ids,
+                    token_lora_mapping,
+                    status,
+                }
+                .record_packed(rec, pass)?
             }
-            .record_packed(rec, pass)?
-        } else {
-            LoraShrinkMatrix {
-                rows: pairs,
-                row_div,
-                aligned: &tiles,
-                buckets,
-                max_rank,
-                w_scale: 1.0,
-                site: &site,
-                factors: &factors,
-                x: &packed,
-                folded: true,
+            Some(runs) => {
+                let (rows, site, factors, x) = (pairs, &site, &factors, &packed);
+                LoraShrinkMatrix { rows, row_div, runs, max_rank, w_scale: 1.0, site, factors, x, folded: true }
+                    .record(rec, pass)?
             }
-            .record(rec, pass)?
         };
         let (token_lora_mapping, site, factors, top_k) = (&mapping_view, &site, &factors, case.top_k);
         let used = slots;
@@ -695,7 +687,7 @@ fn products_on_matrices_add_adapters_as_the_oracle_does() {
         cases.push((Case { out_dims, experts: 1, top_k: 1, tokens: 2000, ..of(slots) }, None, None));
     }
     for gpu in device::every_tier().into_iter().filter(|gpu| gpu.capabilities().matrix) {
-        for shrink in [Some(lora_matrix::TILE), Some(lora_matrix::HIGH_TILE), None] {
+        for shrink in [Some(lora_matrix::RUN), Some(lora_matrix::LONG_RUN), None] {
             each_case(&cases, |case| check_folded(&gpu, case, shrink));
         }
     }
@@ -729,7 +721,7 @@ fn adapters_on_matrices_of_8_equal_the_oracle() {
             (of(vec![21, 21], true, 70), height, None),
             (Case { inner: 72, ..of(vec![1, 16, 17, 5], false, 150) }, height, None),
         ];
-        for shrink in [Some(lora_matrix::TILE), Some(lora_matrix::HIGH_TILE), None] {
+        for shrink in [Some(lora_matrix::RUN), Some(lora_matrix::LONG_RUN), None] {
             each_case(&cases, |case| check_folded(&gpu, case, shrink));
         }
     }

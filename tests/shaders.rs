@@ -36,7 +36,7 @@ fn params_of(stem: &str) -> Layout {
         "localise_quotas" => layout::<localise::LocaliseQuotasParams>(),
         "localise_copies" => layout::<localise::LocaliseCopiesParams>(),
         "remap" => layout::<remap::RemapParams>(),
-        "align_few" | "align_count" | "align_scatter" => layout::<align::AlignParams>(),
+        "align_few" | "align_count" | "align_scatter" | "runs_scatter" => layout::<align::AlignParams>(),
         "expert_gemm" => layout::<expert_gemm::ExpertGemmParams>(),
         "lora_shrink" => layout::<lora::LoraShrinkParams>(),
         "lora_shrink_matrix" => layout::<lora_matrix::LoraShrinkMatrixParams>(),

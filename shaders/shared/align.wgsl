@@ -12,39 +12,79 @@ struct AlignParams {
     consumers: u32,
     // Word of the places in `aligned`.
     places_base: u32,
-    // 0, or ids are slot * stride + rest, and buckets count the slots that occur alone:
+    // 0, or ids are slot * stride + rest, and buckets count the slots that occur alone. Of runs: buckets of an expert, one for each
+    // of these slots and one for pairs without adapter.
     stride: u32,
+    // The rest is of runs. Pairs of a token, slots in all, and whether `ids` are theirs: else all pairs have expert 0.
+    top_k: u32,
+    all_slots: u32,
+    routed: u32,
+    // Most pairs of a run, where runs begin in `aligned`, and where they are counted in `work`.
+    run: u32,
+    run_base: u32,
+    start_base: u32,
+    // Consumers of tiles, which come first.
+    tile_consumers: u32,
+    // 1: each slot counts as one that occurs.
+    every_slot: u32,
     // Column tiles of each consumer.
     columns: array<vec4<u32>, 4>,
-    // a bit for each.
+    // A bit for each slot that occurs.
     slots: array<vec4<u32>, 4>,
 }
 
 @group(0) @binding(0) var<uniform> params: AlignParams;
 @group(0) @binding(1) var<storage, read> ids: array<i32>; // [P]
-// 16 x [x, y, z, 0] dispatch arguments, count, tiles, then expert_ids [C/B], sorted_token_ids [C], places [P].
-@group(0) @binding(2) var<storage, read_write> aligned: array<i32>;
+{% if runs %}
+@group(0) @binding(2) var<storage, read> token_lora_mapping: array<i32>; // [T]
+{% endif %}
+// 16 x [x, y, z, 0] dispatch arguments, count, tiles, runs, then expert_ids [C/B], sorted_token_ids [C], places [P], and runs: four
+// words each.
+@group(0) @binding({{ 3 if runs else 2 }}) var<storage, read_write> aligned: array<i32>;
 // Pairs of a chunk in each bucket [chunks, N+1], rank in chunk [P], place of the first of them [chunks, N+1].
-@group(0) @binding(3) var<storage, read_write> work: array<u32>;
+@group(0) @binding({{ 4 if runs else 3 }}) var<storage, read_write> work: array<u32>;
 
 {% include "shared/rows.wgsl" %}
 {% include "shared/bits.wgsl" %}
 
-// What is no bucket goes to the sentinel bucket N, which is last.
-fn bucket_of(id: i32) -> u32 {
+// Slots that occur before `slot`, below 512, and whether it does.
+struct Place {
+    before: u32,
+    occurs: bool,
+}
+
+fn place_of(slot: u32) -> Place {
+    let bit = 1u << (slot % 32u);
+    var before = 0u;
+    for (var word = 0u; word < min(slot / 32u, 16u); word = word + 1u) {
+        before = before + countOneBits(params.slots[word / 4u][word % 4u]);
+    }
+    let bits = params.slots[min(slot / 128u, 3u)][slot / 32u % 4u];
+    return Place(before + countOneBits(bits & (bit - 1u)), slot < 512u && (bits & bit) != 0u);
+}
+
+// The bucket of a pair: what has none goes to the sentinel bucket N, which is last.
+fn bucket_of(pair: u32) -> u32 {
+    {% if runs %}
+    let id = select(0, ids[pair], params.routed != 0u);
+    let slot = token_lora_mapping[pair / params.top_k];
+    let none = params.stride - 1u;
+    var own = none;
+    if (slot >= 0 && slot < i32(params.all_slots)) {
+        let place = place_of(u32(slot));
+        own = select(select(none, place.before, place.occurs), u32(slot), params.every_slot != 0u);
+    }
+    return select(u32(id) * params.stride + own, params.buckets, id < 0 || id >= i32(params.buckets / params.stride));
+    {% else %}
+    let id = ids[pair];
     if (params.stride == 0u) {
         return select(u32(id), params.buckets, id < 0 || id >= i32(params.buckets));
     }
-    let slot = u32(id) / params.stride;
-    let bit = 1u << (slot % 32u);
-    var place = 0u;
-    for (var word = 0u; word < min(slot / 32u, 16u); word = word + 1u) {
-        place = place + countOneBits(params.slots[word / 4u][word % 4u]);
-    }
-    let bits = params.slots[min(slot / 128u, 3u)][slot / 32u % 4u];
-    let bucket = (place + countOneBits(bits & (bit - 1u))) * params.stride + u32(id) % params.stride;
-    return select(params.buckets, bucket, id >= 0 && slot < 512u && (bits & bit) != 0u);
+    let place = place_of(u32(id) / params.stride);
+    return select(params.buckets, place.before * params.stride + u32(id) % params.stride, id >= 0 && place.occurs);
+    {% endif %}
 }
+{% if not runs %}
 
 // The id of the pairs of a bucket.
 fn label_of(bucket: u32) -> i32 {
@@ -64,3 +104,4 @@ fn label_of(bucket: u32) -> i32 {
     }
     return i32(slot * params.stride + bucket % params.stride);
 }
+{% endif %}

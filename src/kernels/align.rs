@@ -1,5 +1,5 @@
 //! Sorts pairs into buckets of whole tiles: a stable counting sort in two dispatches, or one for few pairs, without float or
-//! ordering atomics.
+//! ordering atomics. [`runs`](crate::kernels::runs) also sorts those of an expert by adapter.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
@@ -17,8 +17,8 @@ pub static ALIGN_SCATTER: Kernel = Kernel { stem: "align_scatter", reads: 1, wri
 /// Consumers whose dispatch arguments one alignment can write.
 pub const MAX_CONSUMERS: usize = 16;
 /// Slots that an alignment can leave out where they do not occur.
-const MOST_USED: usize = 512;
-/// Words in front of `expert_ids`: 16 dispatch arguments of four words, the count, the real tiles, padding.
+pub(super) const MOST_USED: usize = 512;
+/// Words in front of `expert_ids`: 16 dispatch arguments of four words, the count, the real tiles, the runs, padding.
 const HEADER_WORDS: usize = 128;
 
 params! {
@@ -46,8 +46,24 @@ params! {
         consumers: u32,
         /// Word of the places in the output buffer.
         places_base: u32,
-        /// 0, or ids are slot · stride + rest and buckets count the slots that occur.
+        /// 0, or ids are slot · stride + rest and buckets count the slots that occur. Of runs: buckets of an expert.
         stride: u32,
+        /// Of runs, as what follows: A.
+        top_k: u32,
+        /// L.
+        all_slots: u32,
+        /// 1: pairs have ids, 0: all have expert 0.
+        routed: u32,
+        /// Most pairs of a run.
+        run: u32,
+        /// Word of the runs in the output buffer.
+        run_base: u32,
+        /// Word in the work buffer where buckets and runs begin.
+        start_base: u32,
+        /// Consumers of tiles, which come first.
+        tile_consumers: u32,
+        /// 1: each slot counts as one that occurs.
+        every_slot: u32,
         /// Column tiles of each consumer.
         columns: [u32; 16],
         /// A bit for each slot that occurs.
@@ -100,7 +116,17 @@ impl Aligned {
     /// # Errors
     /// When no such consumer was announced to [`Align`].
     pub fn grid(&self, columns: u32) -> Result<Grid> {
-        let at = self.columns.iter().position(|c| *c == columns).ok_or_else(|| {
+        self.grid_at(self.columns.iter().position(|c| *c == columns), columns)
+    }
+
+    /// The same for a consumer whose arguments stand behind those of tiles, at the place of `columns` in `announced`.
+    pub(super) fn grid_behind(&self, announced: &[u32], columns: u32) -> Result<Grid> {
+        let at = announced.iter().position(|c| *c == columns);
+        self.grid_at(at.map(|at| self.columns.len() + at), columns)
+    }
+
+    fn grid_at(&self, at: Option<usize>, columns: u32) -> Result<Grid> {
+        let at = at.ok_or_else(|| {
             Error::new(ErrorKind::Limit, format!("alignment: no consumer with {columns} column tiles was announced"))
         })?;
         Ok(Grid::Indirect(self.view.buffer.clone(), self.view.offset + at as u64 * 16))
@@ -113,7 +139,7 @@ pub const CHUNKS: [u32; 3] = [64, 256, 512];
 /// Chunks that are few: each workgroup of the second stage reads the counts of all.
 const FEW_CHUNKS: usize = 64;
 
-fn chunk(pairs: usize) -> u32 {
+pub(super) fn chunk(pairs: usize) -> u32 {
     let [.., largest] = CHUNKS;
     CHUNKS.into_iter().find(|chunk| pairs.div_ceil(*chunk as usize) <= FEW_CHUNKS).unwrap_or(largest)
 }
@@ -123,7 +149,7 @@ pub const FEW: usize = 512;
 
 /// The variables of the alignment at once of up to `most` pairs, one of [`FEW_SIZES`].
 pub fn few_vars(most: u32) -> Vars {
-    vec![("lanes", most.min(256).into()), ("most", most.into())]
+    vec![("lanes", most.min(256).into()), ("most", most.into()), ("runs", false.into())]
 }
 
 /// Sizes of the alignment at once.
@@ -132,9 +158,24 @@ pub const FEW_SIZES: [u32; 3] = [64, 128, FEW as u32];
 /// Invocations of the second stage.
 const LANES: u32 = 256;
 
-/// The variables of both stages.
-pub fn vars(chunk: u32) -> Vars {
-    vec![("chunk", chunk.into()), ("lanes", LANES.into())]
+/// The variables of both stages, and whether pairs are sorted by adapter, too.
+pub fn vars(chunk: u32, runs: bool) -> Vars {
+    vec![("chunk", chunk.into()), ("lanes", LANES.into()), ("runs", runs.into())]
+}
+
+/// Column counts of consumers, each once.
+pub(super) fn distinct(columns: &[u32]) -> Vec<u32> {
+    let mut columns = columns.to_vec();
+    columns.sort_unstable();
+    columns.dedup();
+    columns
+}
+
+/// Bits of the slots in `used`, all below [`MOST_USED`].
+pub(super) fn bits(used: &[usize]) -> [u32; MOST_USED / 32] {
+    let mut slots = [0; MOST_USED / 32];
+    used.iter().for_each(|slot| slots[slot / 32] |= 1 << (slot % 32));
+    slots
 }
 
 impl Align<'_> {
@@ -161,10 +202,8 @@ impl Align<'_> {
         if used.is_empty() || used.iter().any(|slot| *slot >= MOST_USED) {
             return self.record(rec, pass);
         }
-        let mut slots = [0; MOST_USED / 32];
-        used.iter().for_each(|slot| slots[slot / 32] |= 1 << (slot % 32));
         let dense = Align { buckets: used.len() * stride, ..*self };
-        dense.record_with(rec, pass, self.pairs <= FEW, (stride as u32, slots))
+        dense.record_with(rec, pass, self.pairs <= FEW, (stride as u32, bits(used)))
     }
 
     /// The same in one dispatch, for at most [`FEW`] pairs, or in two.
@@ -182,24 +221,45 @@ impl Align<'_> {
         at_once: bool,
         (stride, slots): (u32, [u32; MOST_USED / 32]),
     ) -> Result<Aligned> {
-        let mut columns = self.columns.to_vec();
-        columns.sort_unstable();
-        columns.dedup();
-        if columns.len() > MAX_CONSUMERS {
-            return Err(Error::new(
-                ErrorKind::Limit,
-                format!("alignment: {} column counts, at most {MAX_CONSUMERS}", columns.len()),
-            ));
+        let (aligned, mut params) = self.laid_out(rec, &[], 0)?;
+        let work = rec.scratch(self.work_label, u64::from(params.place_base + params.rank_base) * 4)?;
+        (params.stride, params.slots) = (stride, slots);
+        let bytes = bytemuck::bytes_of(&params);
+        let buffers = [self.ids, &aligned.view, &work];
+        if at_once {
+            let most = FEW_SIZES.into_iter().find(|most| self.pairs <= *most as usize).unwrap_or(FEW as u32);
+            let pipeline = pipeline(rec.gpu(), &ALIGN_FEW, few_vars(most))?;
+            rec.dispatch(pass, &pipeline, bytes, &buffers, &Grid::Direct([1, 1, 1]));
+        } else {
+            for kernel in [&ALIGN_COUNT, &ALIGN_SCATTER] {
+                let pipeline = pipeline(rec.gpu(), kernel, vars(chunk(self.pairs), false))?;
+                rec.dispatch(pass, &pipeline, bytes, &buffers, &Grid::folded(1, params.chunks));
+            }
         }
-        let chunk = chunk(self.pairs);
-        let chunks = self.pairs.div_ceil(chunk as usize).max(1);
+        Ok(aligned)
+    }
+
+    /// Room for the result with `run_words` more at its end, and where its parts and those of the work buffer lie. The arguments of
+    /// `run_columns` stand behind those of tiles.
+    pub(super) fn laid_out(
+        &self,
+        rec: &mut Recording,
+        run_columns: &[u32],
+        run_words: usize,
+    ) -> Result<(Aligned, AlignParams)> {
+        let columns = distinct(self.columns);
+        let all = [&columns, run_columns].concat();
+        if all.len() > MAX_CONSUMERS {
+            let message = format!("alignment: {} column counts, at most {MAX_CONSUMERS}", all.len());
+            return Err(Error::new(ErrorKind::Limit, message));
+        }
+        let chunks = self.pairs.div_ceil(chunk(self.pairs) as usize).max(1);
         let capacity = align_capacity(self.pairs, self.buckets, self.tile);
         let sorted_base = HEADER_WORDS + capacity / self.tile;
         let rank_base = chunks * (self.buckets + 1);
-        let place_base = rank_base + self.pairs;
         let places_base = sorted_base + capacity;
-        let view = rec.scratch(self.label, (places_base + self.pairs) as u64 * 4)?;
-        let work = rec.scratch(self.work_label, (place_base + rank_base) as u64 * 4)?;
+        let end = places_base + self.pairs;
+        let view = rec.scratch(self.label, (end + run_words) as u64 * 4)?;
         let mut params = AlignParams {
             pairs: self.pairs as u32,
             buckets: self.buckets as u32,
@@ -209,34 +269,23 @@ impl Align<'_> {
             expert_base: HEADER_WORDS as u32,
             sorted_base: sorted_base as u32,
             rank_base: rank_base as u32,
-            place_base: place_base as u32,
-            consumers: columns.len() as u32,
+            place_base: (rank_base + self.pairs) as u32,
+            consumers: all.len() as u32,
+            tile_consumers: columns.len() as u32,
             places_base: places_base as u32,
-            stride,
-            columns: [0; 16],
-            slots,
+            run_base: end as u32,
+            ..bytemuck::Zeroable::zeroed()
         };
-        params.columns[..columns.len()].copy_from_slice(&columns);
-        let bytes = bytemuck::bytes_of(&params);
-        let buffers = [self.ids, &view, &work];
-        if at_once {
-            let most = FEW_SIZES.into_iter().find(|most| self.pairs <= *most as usize).unwrap_or(FEW as u32);
-            let pipeline = pipeline(rec.gpu(), &ALIGN_FEW, few_vars(most))?;
-            rec.dispatch(pass, &pipeline, bytes, &buffers, &Grid::Direct([1, 1, 1]));
-        } else {
-            for kernel in [&ALIGN_COUNT, &ALIGN_SCATTER] {
-                let pipeline = pipeline(rec.gpu(), kernel, vars(chunk))?;
-                rec.dispatch(pass, &pipeline, bytes, &buffers, &Grid::folded(1, chunks as u32));
-            }
-        }
-        Ok(Aligned {
+        params.columns[..all.len()].copy_from_slice(&all);
+        let aligned = Aligned {
             view,
             tile: self.tile,
-            expert_base: HEADER_WORDS as u32,
-            sorted_base: sorted_base as u32,
-            places_base: places_base as u32,
+            expert_base: params.expert_base,
+            sorted_base: params.sorted_base,
+            places_base: params.places_base,
             capacity,
             columns,
-        })
+        };
+        Ok((aligned, params))
     }
 }

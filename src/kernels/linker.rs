@@ -128,6 +128,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "align_few.wgsl",
     "align_count.wgsl",
     "align_scatter.wgsl",
+    "runs_scatter.wgsl",
     "pack.wgsl",
     "tile_rows.wgsl",
     "fold_blocks.wgsl",

@@ -1,12 +1,12 @@
-//! Adapters of the matrix tier, in tiles of pairs: packed rows to the rank on cooperative matrices, and from there to
+//! Adapters of the matrix tier, in runs of pairs: packed rows to the rank on cooperative matrices, and from there to
 //! products that lie in the order of the tiles of their experts.
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::kernels::align::Aligned;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::lora::{Factors, LoraSite, Spans};
 use crate::kernels::pack::Packed;
 use crate::kernels::params::params;
+use crate::kernels::runs::Runs;
 use crate::kernels::{Recording, View};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::matrix::{EDGE, LIFT};
@@ -15,32 +15,30 @@ use crate::plan::matrix::{EDGE, LIFT};
 pub static LORA_SHRINK_MATRIX: Kernel = Kernel { stem: "lora_shrink_matrix", reads: 4, writes: 1 };
 
 /// u to y.
-pub static LORA_EXPAND_TILES: Kernel = Kernel { stem: "lora_expand_tiles", reads: 5, writes: 1 };
+pub static LORA_EXPAND_TILES: Kernel = Kernel { stem: "lora_expand_tiles", reads: 4, writes: 1 };
 
-/// Pairs of a tile.
-pub const TILE: usize = EDGE as usize;
+/// Pairs of a run.
+pub const RUN: usize = EDGE as usize;
 
-/// Pairs of a high tile, for a shrink that no expand follows: its workgroup reads A once for four times the pairs.
-pub const HIGH_TILE: usize = 4 * TILE;
+/// Pairs of a long run, for a shrink that no expand follows: its workgroup reads A once for four times the pairs.
+pub const LONG_RUN: usize = 4 * RUN;
 
-/// Subgroups of a workgroup: each takes [`TILE`] pairs of a high tile, or two share the depth. More of those would leave room
+/// Subgroups of a workgroup: each takes [`RUN`] pairs of a long run, or two share the depth. More of those would leave room
 /// for fewer on a multiprocessor: each has 8 KiB of workgroup memory (`docs/PERFORMANCE.md`, "What a multiprocessor holds").
-fn subgroups(tile: usize) -> u32 {
-    if tile > TILE { (tile / TILE) as u32 } else { 2 }
+fn subgroups(run: usize) -> u32 {
+    if run > RUN { (run / RUN) as u32 } else { 2 }
 }
 
-/// Pairs of the tiles of a shrink: `pairs` of `buckets` virtual experts, and whether products add them (`folded`). High tiles must
+/// Most pairs of the runs of a shrink: `pairs` of `buckets` virtual experts, and whether products add them (`folded`). Long runs must
 /// leave enough workgroups, each of which walks whole rows.
-pub fn shrink_tile(caps: &Capabilities, pairs: usize, buckets: usize, folded: bool) -> usize {
-    let enough = pairs.div_ceil(HIGH_TILE) >= caps.tuning.matrix_workgroups;
-    if folded && enough && 2 * pairs >= 3 * TILE * buckets { HIGH_TILE } else { TILE }
+pub fn shrink_run(caps: &Capabilities, pairs: usize, buckets: usize, folded: bool) -> usize {
+    let enough = pairs.div_ceil(LONG_RUN) >= caps.tuning.matrix_workgroups;
+    if folded && enough && 2 * pairs >= 3 * RUN * buckets { LONG_RUN } else { RUN }
 }
 
 params! {
     /// Sizes of one shrink.
     LoraShrinkMatrixParams {
-        /// P.
-        rows: u32,
         /// Pairs that share a row of x.
         row_div: u32,
         /// Groups of eight in a row of A and of x.
@@ -51,10 +49,8 @@ params! {
         projections: u32,
         /// Rank that u has room for.
         max_rank: u32,
-        /// V.
-        buckets: u32,
-        /// Word of `expert_ids`.
-        expert_base: u32,
+        /// Word of the runs.
+        run_base: u32,
         /// Word of `sorted_token_ids`.
         sorted_base: u32,
         /// Where the exponents begin in x, in words of eight bytes.
@@ -63,6 +59,10 @@ params! {
         w_scale: f32,
         /// Padding.
         pad0: u32,
+        /// Padding.
+        pad1: u32,
+        /// Padding.
+        pad2: u32,
     }
 }
 
@@ -74,10 +74,8 @@ pub struct LoraShrinkMatrix<'a> {
     pub rows: usize,
     /// Pairs that share a row of x.
     pub row_div: usize,
-    /// Tiles of [`TILE`] pairs by virtual id; folded also of [`HIGH_TILE`].
-    pub aligned: &'a Aligned,
-    /// V of the site.
-    pub buckets: usize,
+    /// Of [`RUN`] pairs; folded also of [`LONG_RUN`].
+    pub runs: &'a Runs,
     /// Rank that u has room for: a multiple of 8, folded of 16.
     pub max_rank: usize,
     /// Power of two of the base weights.
@@ -100,27 +98,27 @@ fn at_once(projections: u32) -> u32 {
     if projections <= MOST_AT_ONCE { projections } else { 1 }
 }
 
-/// The variables on one device, for tiles of `tile` pairs and workgroups that take `per` projections.
-pub fn vars(caps: &Capabilities, folded: bool, tile: usize, per: u32) -> Vars {
+/// The variables on one device, for runs of `run` pairs and workgroups that take `per` projections.
+pub fn vars(caps: &Capabilities, folded: bool, run: usize, per: u32) -> Vars {
     vec![
         ("edge", caps.edge.into()),
-        ("height", (tile as u32).into()),
-        ("tall", (tile > TILE).into()),
+        ("height", (run as u32).into()),
+        ("tall", (run > RUN).into()),
         ("per", per.into()),
-        ("subgroups", subgroups(tile).into()),
+        ("subgroups", subgroups(run).into()),
         ("width", caps.row_lanes.into()),
         ("folded", folded.into()),
         ("lift", LIFT.into()),
     ]
 }
 
-fn other_tiles(tile: usize) -> Error {
-    Error::new(ErrorKind::Unsupported, format!("adapters on matrices: expected tiles of {TILE} pairs, got {tile}"))
+fn other_runs(run: usize) -> Error {
+    Error::new(ErrorKind::Unsupported, format!("adapters on matrices: expected runs of {RUN} pairs, got {run}"))
 }
 
 fn shrink_columns(site: &LoraSite, max_rank: usize) -> u32 {
     let projections = site.out_dims.len() as u32;
-    projections / at_once(projections) * max_rank.next_multiple_of(8).div_ceil(TILE) as u32
+    projections / at_once(projections) * max_rank.next_multiple_of(8).div_ceil(RUN) as u32
 }
 
 /// Invocations of a workgroup of the expand, columns of each, and ranks that pass through workgroup memory at a time.
@@ -144,11 +142,11 @@ impl LoraShrinkMatrix<'_> {
     /// Records the stage and returns u, f32 or folded f16 `[P, projections, max_rank]`.
     ///
     /// # Errors
-    /// When the device refuses the shader or has no room for u; for tiles of another height.
+    /// When the device refuses the shader or has no room for u; for runs of another length.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<View> {
-        let tile = self.aligned.tile;
-        if tile != TILE && !(self.folded && tile == HIGH_TILE) {
-            return Err(other_tiles(tile));
+        let run = self.runs.most;
+        if run != RUN && !(self.folded && run == LONG_RUN) {
+            return Err(other_runs(run));
         }
         if !self.x.by_row {
             return Err(Error::new(ErrorKind::Unsupported, "adapters on matrices: x is packed as blocks alone"));
@@ -156,24 +154,24 @@ impl LoraShrinkMatrix<'_> {
         let values = self.rows * self.site.out_dims.len() * self.max_rank;
         let u = rec.scratch("lora u", (values * if self.folded { 2 } else { 4 }) as u64)?;
         let caps = rec.gpu().capabilities().clone();
-        let vars = vars(&caps, self.folded, tile, at_once(self.site.out_dims.len() as u32));
+        let vars = vars(&caps, self.folded, run, at_once(self.site.out_dims.len() as u32));
         let pipeline = pipeline(rec.gpu(), &LORA_SHRINK_MATRIX, vars)?;
         let params = LoraShrinkMatrixParams {
-            rows: self.rows as u32,
             row_div: self.row_div as u32,
             groups: (self.site.in_dim / 8) as u32,
             index_base: self.site.index_base as u32,
             projections: self.site.out_dims.len() as u32,
             max_rank: self.max_rank as u32,
-            buckets: self.buckets as u32,
-            expert_base: self.aligned.expert_base,
-            sorted_base: self.aligned.sorted_base,
+            run_base: self.runs.base,
+            sorted_base: self.runs.aligned.sorted_base,
             exponents: self.x.exponents(),
             w_scale: self.w_scale,
             pad0: 0,
+            pad1: 0,
+            pad2: 0,
         };
-        let grid = self.aligned.grid(shrink_columns(self.site, self.max_rank))?;
-        let buffers = [&self.x.view, self.factors.pool(self.site), &self.factors.index, &self.aligned.view, &u];
+        let grid = self.runs.grid(shrink_columns(self.site, self.max_rank))?;
+        let buffers = [&self.x.view, self.factors.pool(self.site), &self.factors.index, &self.runs.aligned.view, &u];
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         Ok(u)
     }
@@ -182,8 +180,6 @@ impl LoraShrinkMatrix<'_> {
 params! {
     /// Sizes of one expand.
     LoraExpandTilesParams {
-        /// P.
-        rows: u32,
         /// First entry of the site in the index.
         index_base: u32,
         /// Projections of the site.
@@ -194,18 +190,12 @@ params! {
         buckets: u32,
         /// Row of y in elements.
         y_stride: u32,
-        /// Word of `expert_ids`.
-        expert_base: u32,
+        /// Word of the runs.
+        run_base: u32,
         /// Word of `sorted_token_ids`.
         sorted_base: u32,
-        /// Word of the places of the pairs.
-        places_base: u32,
         /// From a column of a projection to the next in y.
         step: u32,
-        /// Padding.
-        pad0: u32,
-        /// Padding.
-        pad1: u32,
         /// First column tile of each projection.
         tile_begin: [u32; 4],
         /// First column in y of each projection.
@@ -217,10 +207,8 @@ params! {
 
 /// Semantics: `y[place(p)] += B · u[p]` with the factors of virtual expert `id(p)`; nothing where rank is 0.
 pub struct LoraExpandTiles<'a> {
-    /// P.
-    pub rows: usize,
-    /// Tiles of [`TILE`] pairs by virtual id.
-    pub aligned: &'a Aligned,
+    /// Of [`RUN`] pairs; y lies in the order of their alignment.
+    pub runs: &'a Runs,
     /// V of the site.
     pub buckets: usize,
     /// Rank that u has room for: a multiple of 8.
@@ -231,8 +219,6 @@ pub struct LoraExpandTiles<'a> {
     pub factors: &'a Factors,
     /// f32 `[P, projections, max_rank]`, with the scale and the powers of two that y keeps.
     pub u: &'a View,
-    /// The order of y.
-    pub places: &'a Aligned,
     /// f32 `[C, y_stride]`, added to.
     pub y: &'a View,
     /// Row of y in elements.
@@ -243,33 +229,29 @@ impl LoraExpandTiles<'_> {
     /// Records the stage.
     ///
     /// # Errors
-    /// When the device refuses the shader; for tiles of another height.
+    /// When the device refuses the shader; for runs of another length.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        if self.aligned.tile != TILE {
-            return Err(other_tiles(self.aligned.tile));
+        if self.runs.most != RUN {
+            return Err(other_runs(self.runs.most));
         }
         let pipeline = pipeline(rec.gpu(), &LORA_EXPAND_TILES, expand_vars())?;
         let Spans { tile_begin, out_begin, out_rows, step, tiles } = self.site.spans(EXPAND_COLUMNS);
         let params = LoraExpandTilesParams {
-            rows: self.rows as u32,
             index_base: self.site.index_base as u32,
             projections: self.site.out_dims.len() as u32,
             max_rank: self.max_rank as u32,
             buckets: self.buckets as u32,
             y_stride: self.y_stride as u32,
-            expert_base: self.aligned.expert_base,
-            sorted_base: self.aligned.sorted_base,
-            places_base: self.places.places_base,
+            run_base: self.runs.base,
+            sorted_base: self.runs.aligned.sorted_base,
             step,
-            pad0: 0,
-            pad1: 0,
             tile_begin,
             out_begin,
             out_rows,
         };
-        let grid = self.aligned.grid(tiles)?;
+        let grid = self.runs.grid(tiles)?;
         let (pool, index) = (self.factors.pool(self.site), &self.factors.index);
-        let buffers = [self.u, pool, index, &self.aligned.view, &self.places.view, self.y];
+        let buffers = [self.u, pool, index, &self.runs.aligned.view, self.y];
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         Ok(())
     }
@@ -282,22 +264,22 @@ mod tests {
     use crate::plan::matrix::workgroup_bytes;
 
     #[test]
-    fn high_tiles_are_for_many_pairs_that_no_expand_takes_on() {
+    fn long_runs_are_for_many_pairs_that_no_expand_takes_on() {
         let mut caps = classes().into_iter().find(|caps| caps.matrix).unwrap();
         caps.tuning.matrix_workgroups = 3;
-        assert_eq!([23, 24].map(|pairs| shrink_tile(&caps, 8 * pairs, 8, true)), [TILE, HIGH_TILE]);
-        assert_eq!([128, 129].map(|pairs| shrink_tile(&caps, pairs, 1, true)), [TILE, HIGH_TILE]);
-        assert_eq!(shrink_tile(&caps, 8 * 1000, 8, false), TILE);
+        assert_eq!([23, 24].map(|pairs| shrink_run(&caps, 8 * pairs, 8, true)), [RUN, LONG_RUN]);
+        assert_eq!([128, 129].map(|pairs| shrink_run(&caps, pairs, 1, true)), [RUN, LONG_RUN]);
+        assert_eq!(shrink_run(&caps, 8 * 1000, 8, false), RUN);
     }
 
     #[test]
     fn workgroup_memory_holds_as_many_projections_as_are_taken_at_once() {
-        // Rows of x of each subgroup and of each A, once in a high tile, of 64 halves and eight more; sums of one projection.
-        let bytes = |tile: usize, copies: u32| {
-            let rows = subgroups(tile) * EDGE + copies * MOST_AT_ONCE * EDGE;
-            rows * (64 + 8) * 2 + subgroups(tile) * EDGE * EDGE * 4
+        // Rows of x of each subgroup and of each A, once in a long run, of 64 halves and eight more; sums of one projection.
+        let bytes = |run: usize, copies: u32| {
+            let rows = subgroups(run) * EDGE + copies * MOST_AT_ONCE * EDGE;
+            rows * (64 + 8) * 2 + subgroups(run) * EDGE * EDGE * 4
         };
-        let most = bytes(HIGH_TILE, 1).max(bytes(TILE, subgroups(TILE)));
+        let most = bytes(LONG_RUN, 1).max(bytes(RUN, subgroups(RUN)));
         assert!([16, 8].into_iter().all(|edge| most <= workgroup_bytes(edge)), "{most}");
         assert_eq!([1, 2, 3, 4].map(at_once), [1, 2, 3, 1]);
     }

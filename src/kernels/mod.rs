@@ -14,6 +14,7 @@ pub mod count;
 pub mod localise;
 pub mod remap;
 pub mod align;
+pub mod runs;
 pub mod pack;
 pub mod tile_rows;
 pub mod expert_gemm;

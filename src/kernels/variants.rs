@@ -12,7 +12,7 @@ use crate::kernels::{
     activation, align, attention, attention_matrix, attention_split, choice, combine, count, dense_gemm, down_combine,
     embed, expand_norm, expert_gemm, expert_gemm_direct, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather,
     lora_matrix, matrix_probe, norm, pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate,
-    remap, rope, route, sample, stream, tile_rows,
+    remap, rope, route, runs, sample, stream, tile_rows,
 };
 use crate::plan::attention::{self as attention_plan, MATRIX_WIDTHS};
 use crate::plan::capabilities::Capabilities;
@@ -81,8 +81,10 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
     all.push((&localise::LOCALISE_COPIES, localise::copy_vars()));
     all.push((&remap::REMAP, Vars::new()));
     for chunk in align::CHUNKS {
-        all.push((&align::ALIGN_COUNT, align::vars(chunk)));
-        all.push((&align::ALIGN_SCATTER, align::vars(chunk)));
+        all.push((&align::ALIGN_COUNT, align::vars(chunk, false)));
+        all.push((&align::ALIGN_SCATTER, align::vars(chunk, false)));
+        all.push((&runs::RUNS_COUNT, align::vars(chunk, true)));
+        all.push((&runs::RUNS_SCATTER, align::vars(chunk, true)));
     }
     for most in align::FEW_SIZES {
         all.push((&align::ALIGN_FEW, align::few_vars(most)));
@@ -267,8 +269,8 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
     }
     for folded in [false, true] {
         for per in 1..=lora_matrix::MOST_AT_ONCE {
-            for tile in [lora_matrix::TILE, lora_matrix::HIGH_TILE].into_iter().take(1 + usize::from(folded)) {
-                all.push((&lora_matrix::LORA_SHRINK_MATRIX, lora_matrix::vars(caps, folded, tile, per)));
+            for run in [lora_matrix::RUN, lora_matrix::LONG_RUN].into_iter().take(1 + usize::from(folded)) {
+                all.push((&lora_matrix::LORA_SHRINK_MATRIX, lora_matrix::vars(caps, folded, run, per)));
             }
         }
     }

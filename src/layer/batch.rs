@@ -9,6 +9,7 @@ use crate::kernels::fold_blocks;
 use crate::kernels::lora::{self, Factors, Lora, LoraSite};
 use crate::kernels::lora_gather::LoraGather;
 use crate::kernels::lora_matrix;
+use crate::kernels::runs::{AlignRuns, Runs};
 use crate::kernels::{Recording, View};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::matrix::MatrixTile;
@@ -29,8 +30,8 @@ pub struct LoraBatch {
     pub folds: bool,
     /// Tokens sorted by slot, where there are enough of them.
     pub aligned: Option<Aligned>,
-    /// The same in tiles for cooperative matrices.
-    pub matrix_aligned: Option<Aligned>,
+    /// The same in runs for cooperative matrices.
+    pub matrix_runs: Option<Runs>,
 }
 
 impl LoraBatch {
@@ -46,7 +47,7 @@ impl LoraBatch {
             folds: used.iter().all(|slot| pool.folds(*slot)),
             used,
             aligned: None,
-            matrix_aligned: None,
+            matrix_runs: None,
         })
     }
 
@@ -61,7 +62,8 @@ impl LoraBatch {
     }
 
     /// Prepares the adapters of `tokens` tokens; `sites` are those that work on whole tokens (attention, router, dense). Few
-    /// tokens are taken one by one where their adapters are part of the products ([`Dense`](super::Dense)).
+    /// tokens are taken one by one where their adapters are part of the products ([`Dense`](super::Dense)). `status` is u32 `[1]`:
+    /// bit 1 is set for a slot past L.
     ///
     /// # Errors
     /// Those of the align stage.
@@ -71,27 +73,40 @@ impl LoraBatch {
         pass: &mut wgpu::ComputePass<'_>,
         tokens: usize,
         sites: impl Iterator<Item = &'a LoraSite>,
+        status: &View,
     ) -> Result<Self> {
         let caps = rec.gpu().capabilities().clone();
         if dense_gemm::few(&caps, tokens) {
             return Ok(self);
         }
         let sites: Vec<&LoraSite> = sites.collect();
-        let (slots, used, ids) = (self.slots, self.used.clone(), self.token_lora_mapping.clone());
-        let align = |tile: usize, label: &'static str, columns: &[u32], rec: &mut Recording, pass: &mut _| {
-            let (pairs, buckets, work_label, ids) = (tokens, slots, "align work", &ids);
-            let align = Align { pairs, buckets, tile, label, work_label, ids, columns };
-            align.record_used(rec, pass, &used, 1)
-        };
+        let (slots, work_label) = (self.slots, "align work");
         if caps.matrix && self.folds && !rows::tokens_apart(&caps, tokens) {
             // Only the shrink reads it: products add the rest.
             let columns: Vec<u32> = sites.iter().map(|s| lora_matrix::column_tiles(s, self.max_rank)[0]).collect();
-            let tile = lora_matrix::shrink_tile(&caps, tokens, self.adapters(), true);
-            self.matrix_aligned = Some(align(tile, "adapter matrix tiles", &columns, rec, pass)?);
+            let runs = AlignRuns {
+                pairs: tokens,
+                top_k: 1,
+                experts: 1,
+                tile: lora_matrix::RUN,
+                label: "adapter runs",
+                work_label,
+                ids: None,
+                token_lora_mapping: &self.token_lora_mapping,
+                slots,
+                used: &self.used,
+                status,
+                run: lora_matrix::shrink_run(&caps, tokens, self.adapters(), true),
+                columns: &[],
+                run_columns: &columns,
+            };
+            self.matrix_runs = Some(runs.record(rec, pass)?);
         }
         if let Some(tile) = rows::adapter_tile(&caps, tokens, self.adapters()) {
             let columns = sites.iter().flat_map(|s| lora::column_tiles(&caps, s, self.max_rank, tile));
-            self.aligned = Some(align(tile, "adapter tiles", &columns.collect::<Vec<u32>>(), rec, pass)?);
+            let (label, ids, columns) = ("adapter tiles", &self.token_lora_mapping, &columns.collect::<Vec<u32>>());
+            let align = Align { pairs: tokens, buckets: slots, tile, label, work_label, ids, columns };
+            self.aligned = Some(align.record_used(rec, pass, &self.used, 1)?);
         }
         Ok(self)
     }

@@ -49,7 +49,7 @@ impl Dense<'_> {
             && !exact
             && adapters.0.folded(weights, tile.height as usize, tokens)
             && adapters.0.has_room(&caps, Some(tile).filter(|cut| cut.direct), tokens)
-            && (rows::tokens_apart(&caps, tokens) || adapters.0.matrix_aligned.is_some())
+            && (rows::tokens_apart(&caps, tokens) || adapters.0.matrix_runs.is_some())
         {
             return self.record_folded(rec, pass, adapters);
         }
@@ -125,11 +125,11 @@ impl Dense<'_> {
         let packed = Packed::scratch_for(rec, labels, self.tokens, in_dim, direct.as_ref(), true)?;
         Pack { x: self.x, packed: &packed }.record(rec, pass)?;
         let (rows, row_div, max_rank) = (self.tokens, 1, batch.max_rank.next_multiple_of(EDGE as usize));
-        let u = match &batch.matrix_aligned {
+        let u = match &batch.matrix_runs {
             None => self.shrink(adapters, &packed.view).record_packed(rec, pass)?,
-            Some(aligned) => {
-                let (buckets, w_scale, x, folded) = (batch.slots, 1.0, &packed, true);
-                LoraShrinkMatrix { rows, row_div, aligned, buckets, max_rank, w_scale, site, factors, x, folded }
+            Some(runs) => {
+                let (w_scale, x, folded) = (1.0, &packed, true);
+                LoraShrinkMatrix { rows, row_div, runs, max_rank, w_scale, site, factors, x, folded }
                     .record(rec, pass)?
             }
         };

@@ -1,7 +1,6 @@
 //! The experts of many tokens on cooperative matrices: tiles of pairs, both operands of a product packed as f16 where they
 //! are made, and products that stay in the order of the tiles until the next stage reads them.
 
-use crate::adapter::sites::LayerSites;
 use crate::error::Result;
 use crate::kernels::activation::ActivatePack;
 use crate::kernels::align::{Align, Aligned};
@@ -11,6 +10,7 @@ use crate::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Folded};
 use crate::kernels::lora::LoraSite;
 use crate::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
 use crate::kernels::pack::{Blocks, Pack, Packed};
+use crate::kernels::runs::{AlignRuns, Runs};
 use crate::kernels::{Recording, View};
 use crate::layer::{LoraBatch, MoeLayer, MoeTensors, Routed};
 use crate::plan::capabilities::Capabilities;
@@ -29,8 +29,8 @@ struct Product<'a> {
     site: &'a Option<LoraSite>,
     /// i32 `[P]`, this rank's.
     ids: &'a View,
-    /// Tiles of pairs that share expert and adapter, where they are needed.
-    tiles: Option<&'a Aligned>,
+    /// Runs of pairs that share expert and adapter, where they are needed.
+    runs: Option<&'a Runs>,
     label: &'static str,
 }
 
@@ -76,24 +76,8 @@ impl MoeLayer {
         let caps = rec.gpu().capabilities().clone();
         let pairs = t.tokens * a;
 
-        let sorted =
-            |site: &LoraSite, w: &Weights| t.adapts(site) && !(self.apart(&caps, t) && self.folds(&caps, t, w, tile));
-        let tiles = match t.lora {
-            Some((batch, sites, _)) if sorted(&sites.gate_up, &self.gate_up) || sorted(&sites.down, &self.down) => {
-                let added = |site: &LoraSite, w: &Weights| !t.adapts(site) || self.folds(&caps, t, w, tile);
-                let folded = added(&sites.gate_up, &self.gate_up) && added(&sites.down, &self.down);
-                Some(self.adapter_tiles(rec, pass, t, ids, (batch, sites, folded))?)
-            }
-            // Nothing is shrunk, which would leave the status.
-            Some((batch, ..)) if !t.adapts_experts() => {
-                self.remap(rec, pass, t, ids, batch)?;
-                None
-            }
-            _ => None,
-        };
         let columns: Vec<u32> = self.gate_up.columns(&caps, tile).chain(self.down.columns(&caps, tile)).collect();
-        let (label, work_label, buckets) = ("expert tiles", "align work", self.experts);
-        let aligned = Align { pairs, buckets, tile, label, work_label, ids, columns: &columns }.record(rec, pass)?;
+        let (aligned, runs) = self.sorted(rec, pass, t, ids, tile, &columns)?;
 
         let x = Packed::scratch(rec, "packed x", t.tokens, d)?;
         Pack { x: t.x, packed: &x }.record(rec, pass)?;
@@ -101,10 +85,10 @@ impl MoeLayer {
             let (_, sites, _) = t.lora?;
             Some(self.site(sites, down)).filter(|site| t.adapts(site))
         };
-        let (aligned, row_div, tiles) = (&aligned, a, tiles.as_ref());
+        let (aligned, row_div, runs) = (&aligned, a, runs.as_ref());
         let (weights, site, label) = (&self.gate_up, &adapters(false), "gate_up");
         let gate_up =
-            self.product(rec, pass, t, &Product { aligned, weights, x: &x, row_div, site, ids, tiles, label })?;
+            self.product(rec, pass, t, &Product { aligned, weights, x: &x, row_div, site, ids, runs, label })?;
 
         let mut h = Packed::scratch(rec, "packed h", pairs, self.width)?;
         if let Some(cut) = MatrixTile::direct_of(&caps, tile) {
@@ -127,8 +111,7 @@ impl MoeLayer {
         .record(rec, pass)?;
 
         let (weights, site, label) = (&self.down, &adapters(true), "expert y");
-        let y =
-            self.product(rec, pass, t, &Product { aligned, weights, x: &h, row_div: 1, site, ids, tiles, label })?;
+        let y = self.product(rec, pass, t, &Product { aligned, weights, x: &h, row_div: 1, site, ids, runs, label })?;
         CombineTiles {
             tokens: t.tokens,
             top_k: a,
@@ -162,31 +145,56 @@ impl MoeLayer {
         t.lora.is_some_and(|(batch, ..)| batch.folded(weights, most, pairs) && batch.has_room(caps, cut, rows))
     }
 
-    /// Tiles of pairs that share expert and adapter, for shrinks, and for expands unless all products add the adapters (`folded`).
-    fn adapter_tiles(
+    /// The pairs in tiles of `tile` of an expert, whose products have `columns`; and runs of an expert and adapter, where some shrink
+    /// takes these: where pairs share factors, or some product does not add the adapters itself.
+    fn sorted(
         &self,
         rec: &mut Recording,
         pass: &mut wgpu::ComputePass<'_>,
         t: &MoeTensors<'_>,
         ids: &View,
-        (batch, sites, folded): (&LoraBatch, &LayerSites, bool),
-    ) -> Result<Aligned> {
-        let virtual_topk_ids = self.remap(rec, pass, t, ids, batch)?;
-        let columns: Vec<u32> = [&sites.gate_up, &sites.down]
-            .into_iter()
-            .flat_map(|s| lora_matrix::column_tiles(s, batch.max_rank))
-            .collect();
-        let pairs = t.tokens * self.shape.top_k;
-        let align = Align {
-            pairs,
-            buckets: batch.slots * self.experts,
-            tile: lora_matrix::shrink_tile(rec.gpu().capabilities(), pairs, batch.adapters() * self.experts, folded),
-            label: "virtual tiles",
-            work_label: "align work",
-            ids: &virtual_topk_ids,
-            columns: &columns,
-        };
-        align.record_used(rec, pass, &batch.used, self.experts)
+        tile: usize,
+        columns: &[u32],
+    ) -> Result<(Aligned, Option<Runs>)> {
+        let caps = rec.gpu().capabilities().clone();
+        let (pairs, top_k, experts) = (t.tokens * self.shape.top_k, self.shape.top_k, self.experts);
+        let (label, work_label) = ("expert tiles", "align work");
+        if let Some((batch, sites, _)) = t.lora {
+            let products = [(&sites.gate_up, &self.gate_up), (&sites.down, &self.down)];
+            let mut adapted = products.into_iter().filter(|(site, _)| t.adapts(site));
+            let apart = self.apart(&caps, t);
+            let folded = adapted.clone().all(|(_, weights)| self.folds(&caps, t, weights, tile));
+            if adapted.next().is_some() && !(apart && folded) {
+                let run_columns: Vec<u32> = [&sites.gate_up, &sites.down]
+                    .into_iter()
+                    .flat_map(|site| lora_matrix::column_tiles(site, batch.max_rank))
+                    .collect();
+                let runs = AlignRuns {
+                    pairs,
+                    top_k,
+                    experts,
+                    tile,
+                    label,
+                    work_label,
+                    ids: Some(ids),
+                    token_lora_mapping: &batch.token_lora_mapping,
+                    slots: batch.slots,
+                    used: &batch.used,
+                    status: t.status,
+                    run: lora_matrix::shrink_run(&caps, pairs, batch.adapters() * experts, folded),
+                    columns,
+                    run_columns: &run_columns,
+                }
+                .record(rec, pass)?;
+                return Ok((runs.aligned.clone(), Some(runs)));
+            }
+            if !t.adapts_experts() {
+                // Nothing is shrunk, which would leave the status.
+                self.remap(rec, pass, t, ids, batch)?;
+            }
+        }
+        let aligned = Align { pairs, buckets: experts, tile, label, work_label, ids, columns }.record(rec, pass)?;
+        Ok((aligned, None))
     }
 
     /// Records a product. It adds the adapters itself where it can ([`LoraBatch::folded`]); else they are added to what it wrote,
@@ -215,21 +223,19 @@ impl MoeLayer {
         let folded = self.folds(rec.gpu().capabilities(), t, weights, aligned.tile);
         let token_lora_mapping = &batch.token_lora_mapping;
         let max_rank = batch.max_rank.next_multiple_of(if folded { EDGE as usize } else { 8 });
-        let buckets = slots * experts;
-        let u = match product.tiles {
+        let u = match product.runs {
             None => self.shrink(t, (batch, site, factors), &x.view, row_div, product.ids).record_packed(rec, pass)?,
-            Some(aligned) => {
+            Some(runs) => {
                 let w_scale = 2f32.powi(exponent);
-                LoraShrinkMatrix { rows, row_div, aligned, buckets, max_rank, w_scale, site, factors, x, folded }
+                LoraShrinkMatrix { rows, row_div, runs, max_rank, w_scale, site, factors, x, folded }
                     .record(rec, pass)?
             }
         };
-        match product.tiles {
-            Some(tiles) if !folded => {
+        match product.runs {
+            Some(runs) if !folded => {
                 matrix(rec, pass, None)?;
-                let (u, places, y, aligned) = (&u, aligned, &y, tiles);
-                LoraExpandTiles { rows, aligned, buckets, max_rank, site, factors, u, places, y, y_stride }
-                    .record(rec, pass)?;
+                let (buckets, u, y) = (slots * experts, &u, &y);
+                LoraExpandTiles { runs, buckets, max_rank, site, factors, u, y, y_stride }.record(rec, pass)?;
             }
             _ => matrix(
                 rec,

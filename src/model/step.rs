@@ -126,7 +126,7 @@ impl Model {
                 [&sites.qkv, &sites.o].into_iter().chain(&sites.router).chain(mlp)
             });
             let embedding = ends.map(|(sites, _)| &sites.embedding);
-            let batch = batch.prepare(rec, pass, t.rows, sites.chain(embedding))?;
+            let batch = batch.prepare(rec, pass, t.rows, sites.chain(embedding), t.status)?;
             if let Some((sites, factors)) = ends {
                 let tables = [t.row_table, t.last_ids];
                 batch.record_embedding(rec, pass, &sites.embedding, factors, t.rows, tables, &hidden)?;
@@ -191,7 +191,7 @@ impl Model {
                 None => None,
                 Some((batch, (sites, factors))) => {
                     let site = &sites.lm_head;
-                    Some((batch.prepare(rec, pass, t.logit_rows, std::iter::once(site))?, site, factors))
+                    Some((batch.prepare(rec, pass, t.logit_rows, std::iter::once(site), t.status)?, site, factors))
                 }
             };
             Dense {

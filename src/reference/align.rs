@@ -22,7 +22,6 @@ pub struct Aligned {
 /// `num_tokens_post_padded`, not in the dispatch arguments. With n tiles before it, y = min(n, 65535) and
 /// z = ceil(n / 65535), at least 1; a consumer's tile is z_index·65535 + y_index.
 pub fn align(ids: &[i32], buckets: usize, tile: usize, consumers: &[u32]) -> Aligned {
-    const FOLD: u32 = 65_535;
     let pairs = ids.len();
     let capacity = align_capacity(pairs, buckets, tile);
 
@@ -54,17 +53,19 @@ pub fn align(ids: &[i32], buckets: usize, tile: usize, consumers: &[u32]) -> Ali
         }
     }
 
-    let tiles = u32::try_from(starts[buckets] / tile).expect("tiles fit a u32");
-    let mut dispatch = Vec::new();
-    for x in consumers {
-        dispatch.push([*x, tiles.min(FOLD), tiles.div_ceil(FOLD).max(1)]);
-    }
     Aligned {
         sorted_token_ids,
         expert_ids,
         num_tokens_post_padded: u32::try_from(starts[buckets + 1]).expect("C fits a u32"),
-        dispatch,
+        dispatch: workgroups(starts[buckets] / tile, consumers),
     }
+}
+
+/// Workgroups of consumers of `items`: `[x, y, z]` for each number x of column tiles.
+pub(super) fn workgroups(items: usize, consumers: &[u32]) -> Vec<[u32; 3]> {
+    const FOLD: u32 = 65_535;
+    let items = u32::try_from(items).expect("tiles fit a u32");
+    consumers.iter().map(|x| [*x, items.min(FOLD), items.div_ceil(FOLD).max(1)]).collect()
 }
 
 /// The bucket of an id: itself inside 0..N, else the sentinel N.

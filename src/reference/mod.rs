@@ -27,6 +27,7 @@ pub mod norm;
 pub mod remap;
 pub mod rope;
 pub mod route;
+pub mod runs;
 pub mod sample;
 
 pub use activation::activation;
@@ -44,6 +45,7 @@ pub use norm::rms_norm;
 pub use remap::{Remapped, remap};
 pub use rope::{inverse_frequencies, rope};
 pub use route::{Routed, route};
+pub use runs::{Runs, align_runs};
 pub use sample::{argmax, sample};
 
 /// The row of a non-negative `id`, or None for the ids that mean none.

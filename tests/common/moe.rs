@@ -215,9 +215,9 @@ impl OnDevice {
                     max_rank: held().map(|s| pool.max_rank(s)).max().unwrap_or(0),
                     folds: held().all(|s| pool.folds(s)),
                     aligned: None,
-                    matrix_aligned: None,
+                    matrix_runs: None,
                 };
-                Some((batch.prepare(rec, pass, self.tokens, sites.router.iter())?, sites, factors))
+                Some((batch.prepare(rec, pass, self.tokens, sites.router.iter(), &self.status.view)?, sites, factors))
             }
         };
         let tensors = MoeTensors {
