@@ -205,3 +205,47 @@ pub(crate) fn distinct(mapping: &[i32]) -> Vec<usize> {
     slots.dedup();
     slots
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::classes::classes;
+
+    /// A batch with the adapters of four slots; what its view shows is not read.
+    fn batch(max_rank: usize) -> LoraBatch {
+        let mut desc = wgpu::InstanceDescriptor::new_without_display_handle();
+        desc.backends = wgpu::Backends::NOOP;
+        desc.backend_options.noop.enable = true;
+        let adapters = pollster::block_on(wgpu::Instance::new(desc).enumerate_adapters(wgpu::Backends::NOOP));
+        let (device, _) = pollster::block_on(adapters[0].request_device(&Default::default())).unwrap();
+        let (label, usage) = (Some("mapping"), wgpu::BufferUsages::STORAGE);
+        let buffer = device.create_buffer(&wgpu::BufferDescriptor { label, size: 4, usage, mapped_at_creation: false });
+        LoraBatch {
+            token_lora_mapping: View::whole(&buffer),
+            slots: 9,
+            used: vec![0, 3, 4, 8],
+            max_rank,
+            folds: true,
+            aligned: None,
+            matrix_aligned: None,
+        }
+    }
+
+    #[test]
+    fn blocks_of_u_have_room_up_to_the_largest_binding() {
+        let class = classes().into_iter().find(|class| class.matrix).unwrap();
+        let direct = MatrixTile::direct_of(&class, 128).unwrap();
+        let holds = |bytes: u64, max_rank: usize, cut: Option<MatrixTile>, rows: usize| {
+            batch(max_rank).has_room(&Capabilities { max_binding_bytes: bytes, ..class.clone() }, cut, rows)
+        };
+        // 300 rows are three tiles of eight blocks of 16 rows; each has two blocks of 16 ranks for each of four adapters, of
+        // four projections at most, in two bytes.
+        let bytes = (3 * 8) * (2 * 4) * 4 * (16 * 16 * 2);
+        assert!(holds(bytes, 24, Some(direct), 300) && !holds(bytes - 1, 24, Some(direct), 300));
+        // To the end of the last tile and block, and not beyond.
+        assert!(holds(bytes, 32, Some(direct), 384) && !holds(bytes - 1, 17, Some(direct), 257));
+        assert!(!holds(bytes, 24, Some(direct), 385) && !holds(bytes, 40, Some(direct), 300));
+        // Only a direct cut loads blocks.
+        assert!(holds(1, 24, None, 300));
+    }
+}
