@@ -156,8 +156,8 @@ fn check(experts: usize, ranks: usize, rank: usize) -> Result<()> {
     if experts == 0 || i32::try_from(experts).is_err() {
         return fail(format!("expected 1 to {} experts, got {experts}", i32::MAX));
     }
-    if ranks > usize::from(u16::MAX) {
-        return fail(format!("expected {} ranks or fewer, got {ranks}", u16::MAX));
+    if ranks == 0 || ranks > usize::from(u16::MAX) {
+        return fail(format!("expected 1 to {} ranks, got {ranks}", u16::MAX));
     }
     if rank >= ranks {
         return fail(format!("expected a rank below {ranks}, got {rank}"));
