@@ -530,7 +530,9 @@ impl Gpu {
 fn choose(text: &str, all: &[wgpu::Adapter]) -> Result<usize> {
     let infos: Vec<GpuInfo> = all.iter().enumerate().map(|(i, a)| describe(i, a)).collect();
     infos.iter().position(|info| info.matches(text, all.len())).ok_or_else(|| {
-        let listed: Vec<String> = infos.iter().map(|info| format!("{} = {}", info.index, info.name)).collect();
-        Error::new(ErrorKind::Device, format!("device `{text}`: not found; this machine has {}", listed.join(", ")))
+        let listed: Vec<String> = infos.iter().map(|info| format!("index {} is `{}`", info.index, info.name)).collect();
+        let listed = listed.join(", ");
+        let message = format!("device `{text}`: expected the index of a device or a part of its name; {listed}");
+        Error::new(ErrorKind::Device, message)
     })
 }

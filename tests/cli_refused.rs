@@ -7,7 +7,7 @@ mod program;
 use std::path::{Path, PathBuf};
 
 use program::{DEMO, base, command, file, lora, name, output, refused, spoiled, weights, wgmoe};
-use serde_json::json;
+use serde_json::{Value, json};
 
 #[test]
 fn mistakes_in_the_command_line_exit_with_2() {
@@ -21,9 +21,6 @@ fn mistakes_in_the_command_line_exit_with_2() {
         (run(&["--prompt", "a", "--lora", "shout"]), "NAME=DIR"),
         (run(&["--prompt", "a", "--adapter", "shout"]), "adapter `shout` is not loaded"),
         (run(&["--prompt", "a", "--tier", "huge"]), "--tier"),
-        (run(&["--prompt", "a", "--max-tokens", "0"]), "max_tokens"),
-        (run(&["--prompt", "a", "--temperature", "nan"]), "--temperature"),
-        (run(&["--prompt", "a", "--top-p", "1.5"]), "--top-p"),
         (run(&["--prompt", ""]), "no tokens"),
         (run(&["--prompt", "a", "--lora", "x=a", "--lora", "x=b"]), "given twice"),
         (run(&["--prompt", "a", "--adapter-memory", "1 GB"]), "--adapter-memory"),
@@ -33,9 +30,114 @@ fn mistakes_in_the_command_line_exit_with_2() {
         (vec!["perplexity", "--model", &base], "--text"),
         (vec!["devices", "--tier", "huge"], "--tier"),
         (vec!["devices", "--tuning", "x.json"], "--tuning"),
+        (vec!["inspect", &base, "--tuning", "x.json"], "--tuning"),
+        (vec!["inspect", &base, "--rank", "2", "--ep", "2"], "--rank 2: expected a rank below 2"),
+        (vec!["inspect", &base, "--tp", "3", "--ep", "2"], "--tp 3 --ep 2: "),
+        (run(&["--prompt", "a", "--placement", ""]), "--placement"),
+        (run(&["--prompt", "a", "--device", ""]), "--device"),
     ];
     for (args, word) in &cases {
         refused(args, 2, &[word]);
+    }
+}
+
+#[test]
+fn a_wrong_value_is_answered_with_what_the_option_takes() {
+    let base = base();
+    let run = ["run", "--model", &base, "--prompt", "a"];
+    let inspect = ["inspect", &base];
+    let placement = ["placement", "--from-trace", "x", "--ep", "2"];
+    let ranks = "from 1 to 4096";
+    let cases: [(&[&str], &str, &[&str], &str); 28] = [
+        (&run, "--max-tokens", &["", "x", "0", "-1", "1.5", "99999999999999999999"], "from 1 to 4294967295"),
+        (&run, "--temperature", &["", "x", "-1", "nan", "inf", "1e39"], "a number from 0 on"),
+        (&run, "--top-p", &["", "x", "-1", "0", "1.5", "nan"], "a number above 0 and up to 1"),
+        (&run, "--top-k", &["", "x", "-1", "4294967296"], "from 0 to 4294967295"),
+        (&run, "--seed", &["", "x", "-1"], "from 0 to 18446744073709551615"),
+        (&run, "--adapter-memory", &["", "-1", "1.5GiB"], "a whole number, such as 128MiB"),
+        (&run, "--adapter-memory", &["0", "99999999999TiB"], "1 byte or more"),
+        (&run, "--tp", &["", "x", "0", "-1", "5000"], ranks),
+        (&run, "--ep", &["", "x", "0", "-1", "5000"], ranks),
+        (&inspect, "--rank", &["", "x", "-1"], "from 0 to 4095"),
+        (&inspect, "--binding-limit", &["x", "128MB"], "KiB, MiB, GiB or TiB"),
+        (&placement[..3], "--ep", &["", "x", "0", "-1", "70000"], ranks),
+        (&placement, "--copies", &["", "x", "-1"], "a whole number from 0"),
+        (
+            &["bench", "layer"],
+            "--tokens",
+            &["", "x", "0", "-1", "1,,2", "1,x", "65537"],
+            "from 1 to 65536, or several, as in 1,16",
+        ),
+        (&["bench", "layer"], "--adapters", &["", "x", "-1", "65537"], "from 0 to 65536, or several"),
+        (&["bench", "layer"], "--rank", &["", "x", "0", "-1", "513"], "from 1 to 512, or several"),
+        (&["bench", "layer"], "--loaded", &["", "x", "-1", "9999999999", "18446744073709551615"], "from 0 to 65536"),
+        (&["bench", "layer"], "--routing", &["", "x"], "uniform, zipf:S or one-expert"),
+        (&["bench", "model"], "--layers", &["", "x", "0", "-1"], "a whole number from 1"),
+        (&["bench", "model"], "--sequences", &["", "x", "0", "-1", "4097"], "from 1 to 4096, or several"),
+        (&["bench", "model"], "--prompt", &["", "x", "0", "-1", "18446744073709551615"], "a whole number from 1"),
+        (&["bench", "model"], "--decode", &["", "x", "0", "-1", "18446744073709551615"], "a whole number from 1"),
+        (&["bench", "model"], "--prefill", &["", "x", "-1", "18446744073709551615"], "a whole number from 0"),
+        (&["bench", "model"], "--step-tokens", &["", "x", "0", "-1"], "a whole number from 1"),
+        (&["bench", "model"], "--adapters", &["", "x", "-1", "999999999999"], "from 0 to 65536, or several"),
+        (&["bench", "model"], "--rank", &["", "x", "0", "-1", "513"], "from 1 to 512"),
+        (&["bench", "model"], "--runs", &["", "x", "0", "-1", "18446744073709551615"], "a whole number from 1"),
+        (&["bench", "tune"], "--adapters", &["", "x", "-1", "65537"], "from 0 to 65536"),
+    ];
+    for (command, option, values, expected) in cases {
+        for value in values {
+            let args = [command, &[option, value]].concat();
+            refused(&args, 2, &[&format!("for '{option} "), "expected ", expected]);
+        }
+    }
+}
+
+#[test]
+fn a_word_that_nobody_expects_is_answered_with_what_it_may_have_been_meant_to_be() {
+    let base = base();
+    refused(&["run", "--model", &base, "--prompt", "hello", "world"], 2, &["'world'", "behind --message or --prompt"]);
+    refused(&["bench", "layer", "--tokens", "1,", "16"], 2, &["'16'", "as in 1,16,256"]);
+    refused(&["bench", "layer", "--tokens", "1", "16"], 2, &["'16'", "no spaces between them"]);
+    refused(&["--device", "0", "run"], 2, &["'--device'", "options stand behind the command"]);
+    if !cfg!(feature = "mpi") {
+        refused(&["run", "--model", &base, "--prompt", "a", "--mpi"], 2, &["'--mpi'", "--features mpi"]);
+    }
+}
+
+#[test]
+fn files_are_whole_or_as_they_were() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("file");
+    std::fs::write(&path, "what was there before").unwrap();
+    let (base, file) = (base(), name(&path));
+    let cases: [&[&str]; 5] = [
+        &["bench", "layer", "--svg", file],
+        &["bench", "tune", "--write", file],
+        &["inspect", &base, "--svg", file],
+        &["run", "--model", &base, "--prompt", "a", "--trace-routing", file],
+        &["score", "--model", &base, "--requests", file, "--trace-routing", file],
+    ];
+    for args in cases {
+        let output = wgmoe(&[args, &["--device", "no such gpu"]].concat());
+        assert_eq!((output.code, output.stdout.as_str()), (Some(2), ""), "{args:?}: {}", output.stderr);
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "what was there before", "{args:?}");
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "{args:?}");
+    }
+    for folder in [name(dir.path()), "/nonexistent/x.svg"] {
+        refused(&["bench", "layer", "--svg", folder], 2, &["--svg", folder]);
+        refused(&["inspect", &base, "--svg", folder], 2, &["--svg", folder]);
+    }
+}
+
+#[test]
+fn a_placement_of_other_experts_names_its_file() {
+    let base = base();
+    let table = file("[[0], [1]]");
+    let placement = ["--ep", "2", "--placement", name(table.path())];
+    let words = ["--placement", name(table.path()), "expected owners of 16 experts, got 2"];
+    for command in
+        [&["inspect", &base][..], &["run", "--model", &base, "--prompt", "a"], &["bench", "model", "--shape", "tiny"]]
+    {
+        refused(&[command, &placement].concat(), 1, &words);
     }
 }
 
@@ -134,10 +236,38 @@ fn an_adapter_larger_than_the_adapter_memory_is_refused_with_both_sizes() {
 
 #[test]
 fn an_unknown_device_is_a_usage_error_that_lists_the_devices() {
-    refused(&["run", "--model", &base(), "--prompt", "a", "--device", "no such gpu"], 2, &["--device", "there are 0"]);
-    refused(&["run", "--model", &base(), "--prompt", "a", "--device", "4096"], 2, &["--device `4096`"]);
-    let output = wgmoe(&["devices", "--device", "no such gpu"]);
-    assert_eq!(output.code, Some(2), "{}", output.stderr);
+    let base = base();
+    let devices: Vec<Value> = serde_json::from_str(&wgmoe(&["devices", "--format", "json"]).stdout).unwrap();
+    let listed: Vec<String> =
+        devices.iter().map(|d| format!("index {} is `{}`", d["index"], d["name"].as_str().unwrap())).collect();
+    let commands: [&[&str]; 6] = [
+        &["devices"],
+        &["inspect", &base],
+        &["inspect", &base, "--binding-limit", "1MiB"],
+        &["run", "--model", &base, "--prompt", "a"],
+        &["run", "--model", &base, "--prompt", "a", "--ep", "2"],
+        &["bench", "layer"],
+    ];
+    for command in commands {
+        for wanted in ["no such gpu", "4096", "-4096"] {
+            let asked = format!("--device `{wanted}`: expected the index of a device or a part of its name");
+            let words: Vec<&str> = std::iter::once(&asked).chain(&listed).map(String::as_str).collect();
+            refused(&[command, &["--device", wanted]].concat(), 2, &words);
+        }
+    }
+}
+
+#[test]
+fn a_tier_that_a_device_lacks_is_answered_with_those_it_has() {
+    let devices: Vec<Value> = serde_json::from_str(&wgmoe(&["devices", "--format", "json"]).stdout).unwrap();
+    let tiers: Vec<&str> = devices[0]["tiers"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+    if tiers.contains(&"matrix") {
+        return;
+    }
+    let (base, tiers) = (base(), tiers.join(", "));
+    for command in [&["devices"][..], &["inspect", &base], &["run", "--model", &base, "--prompt", "a"]] {
+        refused(&[command, &["--device", "0", "--tier", "matrix"]].concat(), 1, &["matrix", "offers", &tiers]);
+    }
 }
 
 #[test]

@@ -197,7 +197,7 @@ fn mistakes_exit_with_2_and_name_the_option() {
     let cases: [(&[&str], &str); 6] = [
         (&["--tp", "4", "--ep", "3"], "`ep` to divide the 4 ranks"),
         (&["--ep", "2", "--rank", "2"], "a rank below 2"),
-        (&["--ep", "0"], "`ep`"),
+        (&["--ep", "0"], "--ep"),
         (&["--rank", "0", "--all-ranks"], "--all-ranks"),
         (&["--scales", "some"], "--scales"),
         (&["--binding-limit", "5XB"], "KiB"),

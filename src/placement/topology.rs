@@ -5,9 +5,6 @@ use std::ops::Range;
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// Most ranks of a world.
-const MAX_RANKS: usize = 1 << 12;
-
 /// One rank's place in the world. W = `tp` ranks (`ep` where `tp` is not given) form `ep` expert groups of
 /// `moe_tp = W / ep` ranks each: a group holds its share of the experts, and its ranks share their width. Where `tp` is given,
 /// all W ranks share out the heads of attention; otherwise each has all of them.
@@ -27,6 +24,9 @@ impl Default for Topology {
 }
 
 impl Topology {
+    /// Most ranks of a world.
+    pub const MAX_RANKS: usize = 1 << 12;
+
     /// The place of `rank`; without `tp` the world is `ep` ranks, without `ep` every rank holds a part of every expert.
     ///
     /// Errors: `Config` when a number is 0 or too large, when `ep` does not divide the world, or `rank` is not below it.
@@ -34,8 +34,8 @@ impl Topology {
         let fail = |message: String| Err(Error::new(ErrorKind::Config, format!("topology: {message}")));
         let (world, ep) = (tp.or(ep).unwrap_or(1), ep.unwrap_or(1));
         for (name, n) in [("ep", ep), ("tp", world)] {
-            if n == 0 || n > MAX_RANKS {
-                return fail(format!("expected `{name}` from 1 to {MAX_RANKS}, got {n}"));
+            if n == 0 || n > Self::MAX_RANKS {
+                return fail(format!("expected `{name}` from 1 to {}, got {n}", Self::MAX_RANKS));
             }
         }
         if !world.is_multiple_of(ep) {

@@ -2,6 +2,7 @@
 
 use std::io::Write;
 
+use anyhow::bail;
 use clap::Args;
 use wgmoe::gpu::{Gpu, GpuInfo};
 
@@ -30,25 +31,27 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     }
     let tier = options.device.tier();
     let all = Gpu::list();
-    let shown: Vec<&GpuInfo> = all
-        .iter()
-        .filter(|info| options.device.device.as_ref().is_none_or(|wanted| info.matches(wanted, all.len())))
-        .filter(|info| tier.is_none_or(|tier| info.tiers.contains(&tier)))
-        .collect();
+    if !all.is_empty() {
+        options.device.named(&all)?;
+    }
+    let wanted = options.device.device.as_ref();
+    let named = all.iter().filter(|info| wanted.is_none_or(|wanted| info.matches(wanted, all.len())));
+    let shown: Vec<&GpuInfo> =
+        named.clone().filter(|info| tier.is_none_or(|tier| info.tiers.contains(&tier))).collect();
     let mut out = std::io::stdout().lock();
     match options.format {
         Format::Json => writeln!(out, "{}", serde_json::to_string_pretty(&shown)?)?,
         Format::Table if shown.is_empty() => {}
         Format::Table => writeln!(out, "{}", listing(&shown))?,
     }
-    match (all.is_empty(), shown.is_empty(), &options.device.device) {
-        (true, ..) => anyhow::bail!(
+    match (all.is_empty(), shown.is_empty(), tier) {
+        (true, ..) => bail!(
             "no GPU found; on Debian `apt-get install libvulkan1 mesa-vulkan-drivers` brings the Vulkan loader and a software device"
         ),
-        (_, true, Some(wanted)) if !all.iter().any(|info| info.matches(wanted, all.len())) => {
-            Err(crate::usage(format!("--device `{wanted}`: no such device")))
+        (_, true, Some(tier)) => {
+            let offers = named.map(|info| format!("`{}` offers {}", info.name, tiers(info, ", ")));
+            bail!("--tier {tier}: {}", offers.collect::<Vec<_>>().join("; "))
         }
-        (_, true, _) => anyhow::bail!("no device can run that tier"),
         _ => Ok(()),
     }
 }
@@ -58,10 +61,14 @@ pub fn driver(info: &GpuInfo) -> String {
     format!("{} {}", info.driver, info.driver_info).trim().to_owned()
 }
 
+/// The tiers of a device, lowest first.
+pub fn tiers(info: &GpuInfo, between: &str) -> String {
+    info.tiers.iter().map(ToString::to_string).collect::<Vec<_>>().join(between)
+}
+
 fn listing(devices: &[&GpuInfo]) -> comfy_table::Table {
     let mut table = table(["#", "name", "backend", "type", "driver", "tiers", "limits"]);
     for info in devices {
-        let tiers: Vec<_> = info.tiers.iter().map(ToString::to_string).collect();
         let limits = format!(
             "binding {}, buffer {}\nworkgroup {}, {} invocations\n{} storage buffers, subgroups {}-{}{}",
             bytes(info.max_binding_bytes),
@@ -80,7 +87,7 @@ fn listing(devices: &[&GpuInfo]) -> comfy_table::Table {
             info.backend.clone(),
             kind,
             driver(info),
-            tiers.join(" "),
+            tiers(info, " "),
             limits,
         ];
         table.add_row(row);

@@ -10,7 +10,6 @@ use wgmoe::adapter::Adapter;
 use wgmoe::checkpoint::{Checkpoint, ModelConfig};
 #[cfg(feature = "mpi")]
 use wgmoe::exchange::Exchange as _;
-use wgmoe::placement::RankShare;
 use wgmoe::plan::exchange::ExchangeWay;
 use wgmoe::text::{ChatTemplate, Tokenizer};
 
@@ -19,7 +18,8 @@ use crate::ranks::places;
 use crate::ranks::{ExchangeOption, RankOptions, Share, World};
 use crate::requests::Prompt;
 use crate::target::Target;
-use crate::{Device, size, usage};
+use crate::values::size;
+use crate::{Device, usage};
 
 /// What to run.
 #[derive(Args)]
@@ -128,7 +128,7 @@ impl ModelFiles {
         let trace = self.trace_routing.as_deref().map(|path| Target::reserve("--trace-routing", path)).transpose()?;
         let checkpoint = Checkpoint::open(&self.model)?;
         let share = self.share(world);
-        let owned = RankShare::new(checkpoint.config(), &share.options.rule()?, share.options.topology(0)?)?;
+        let owned = share.options.share(checkpoint.config(), share.options.topology(0)?)?;
         let tokenizer = Tokenizer::open(&self.model)?;
         let adapters = share.adapters(checkpoint.config(), &owned)?;
         let template = OnceCell::new();

@@ -7,21 +7,25 @@ mod text;
 use std::io::Write;
 use std::path::PathBuf;
 
-use anyhow::Context;
+use anyhow::bail;
 use clap::{Args, ValueEnum};
 use wgmoe::checkpoint::Checkpoint;
 use wgmoe::gpu::Gpu;
+use wgmoe::placement::Topology;
 use wgmoe::plan::read::ScalePolicy;
 
+use crate::devices::tiers;
 use crate::ranks::RankOptions;
-use crate::{Device, Format, size, usage};
+use crate::target::Target;
+use crate::values::{number, size};
+use crate::{Device, Format, usage};
 
 /// Binding limit where there is no device: what every WebGPU device has.
 const DEFAULT_BINDING_BYTES: u64 = 128 << 20;
 
 /// Show what a model folder holds, and what each rank would read, skip and keep of it
 #[derive(Args)]
-#[command(after_help = "\
+#[command(mut_arg("tuning", |arg| arg.hide(true)), after_help = "\
 Headers alone are read, so this takes no time for a model of any size. W ranks (--tp, else --ep) form --ep
 groups; a group holds its share of the experts, and its W / ep ranks share their width. With --tp all W ranks
 share out the heads of attention where these divide; otherwise each has all of attention. A placement file
@@ -41,7 +45,8 @@ pub struct Options {
     #[command(flatten)]
     ranks: RankOptions,
     /// The rank to show
-    #[arg(long, value_name = "R", default_value_t = 0, conflicts_with = "all_ranks", help_heading = "Ranks")]
+    #[arg(long, value_name = "R", default_value_t = 0, value_parser = number(0..=Topology::MAX_RANKS - 1),
+        conflicts_with = "all_ranks", help_heading = "Ranks")]
     rank: usize,
     /// Show every rank
     #[arg(long, help_heading = "Ranks")]
@@ -75,12 +80,21 @@ enum Scales {
 }
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
+    if options.device.tuning.is_some() {
+        return Err(usage("--tuning: nothing is run here"));
+    }
+    let world = options.ranks.topology(0)?.world();
+    if options.rank >= world {
+        return Err(usage(format!("--rank {}: expected a rank below {world}, the number of ranks", options.rank)));
+    }
     let first = options.ranks.topology(options.rank)?;
     let ranks = if options.all_ranks { 0..first.world() } else { first.rank()..first.rank() + 1 };
     let topologies = ranks.map(|rank| first.at(rank)).collect::<Result<Vec<_>, _>>()?;
     let rule = options.ranks.rule()?;
     let (device, limit) = options.limit()?;
+    let svg = options.svg.as_deref().map(|path| Target::reserve("--svg", path)).transpose()?;
     let checkpoint = Checkpoint::open(&options.dir)?;
+    options.ranks.share(checkpoint.config(), first)?;
     let input = report::Input {
         checkpoint: &checkpoint,
         rule: &rule,
@@ -93,8 +107,8 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
         loras: &options.loras,
     };
     let report = report::Report::new(&input)?;
-    if let Some(path) = &options.svg {
-        std::fs::write(path, svg::draw(&report)).with_context(|| format!("`{}`", path.display()))?;
+    if let Some(svg) = svg {
+        svg.write(&svg::draw(&report))?;
     }
     let mut out = std::io::stdout().lock();
     match options.format {
@@ -103,26 +117,28 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     }
     match report.problems.as_slice() {
         [] => Ok(()),
-        [one] => anyhow::bail!("{one}"),
-        [one, more @ ..] => anyhow::bail!("{one} (and {} more)", more.len()),
+        [one] => bail!("{one}"),
+        [one, more @ ..] => bail!("{one} (and {} more)", more.len()),
     }
 }
 
 impl Options {
     /// The device's name, if one decides, and the largest binding.
     fn limit(&self) -> anyhow::Result<(Option<String>, u64)> {
-        if let Some(limit) = self.binding_limit {
+        if let (Some(limit), None) = (self.binding_limit, &self.device.device) {
             return Ok((None, limit));
         }
-        let wanted = self.device.device.as_deref();
-        let found = {
-            let all = Gpu::list();
-            all.iter().find(|info| wanted.is_none_or(|wanted| info.matches(wanted, all.len()))).cloned()
-        };
-        match (found, wanted) {
-            (Some(info), _) => Ok((Some(info.name), info.max_binding_bytes)),
-            (None, Some(wanted)) => Err(usage(format!("--device `{wanted}`: no such device"))),
-            (None, None) => Ok((None, DEFAULT_BINDING_BYTES)),
+        let all = Gpu::list();
+        let named = self.device.named(&all)?;
+        if let (Some(info), Some(tier)) = (named, self.device.tier())
+            && !info.tiers.contains(&tier)
+        {
+            bail!("--tier {tier}: `{}` offers {}", info.name, tiers(info, ", "));
         }
+        Ok(match (named, self.binding_limit) {
+            (_, Some(limit)) => (None, limit),
+            (Some(info), None) => (Some(info.name.clone()), info.max_binding_bytes),
+            (None, None) => (None, DEFAULT_BINDING_BYTES),
+        })
     }
 }

@@ -15,14 +15,16 @@ mod score;
 mod session;
 mod table;
 mod target;
+mod values;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::builder::NonEmptyStringValueParser;
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use wgmoe::ErrorKind;
-use wgmoe::gpu::{Gpu, GpuOptions, Tier};
+use wgmoe::gpu::{Gpu, GpuInfo, GpuOptions, Tier};
 use wgmoe::plan::tuning::TuningTable;
 
 /// Run mixture-of-experts models with a different LoRA adapter for each prompt of a batch, on any GPU.
@@ -68,7 +70,7 @@ enum Command {
 #[command(next_help_heading = "Device")]
 struct Device {
     /// GPU to use, by index or by a part of its name, as `wgmoe devices` shows them [default: the first]
-    #[arg(long, value_name = "INDEX|NAME")]
+    #[arg(long, value_name = "INDEX|NAME", value_parser = NonEmptyStringValueParser::new())]
     device: Option<String>,
     /// Kernel tier; `auto` takes the best one that the device can run
     #[arg(long, value_enum, default_value_t = TierChoice::Auto, value_name = "TIER")]
@@ -131,37 +133,25 @@ impl Device {
         }
     }
 
+    /// The first of `all` devices that is asked for; where none is, a usage error that lists them.
+    fn named<'a>(&self, all: &'a [GpuInfo]) -> anyhow::Result<Option<&'a GpuInfo>> {
+        let Some(wanted) = &self.device else { return Ok(all.first()) };
+        let found = all.iter().find(|info| info.matches(wanted, all.len()));
+        let listed: Vec<_> = all.iter().map(|info| format!("index {} is `{}`", info.index, info.name)).collect();
+        let listed = if all.is_empty() { "there is none".to_owned() } else { listed.join(", ") };
+        let message = format!("--device `{wanted}`: expected the index of a device or a part of its name; {listed}");
+        found.map(Some).ok_or_else(|| usage(message))
+    }
+
     fn open_tier(&self, tier: Option<Tier>) -> anyhow::Result<Gpu> {
         let table = self.table()?;
         let options = GpuOptions { device: self.device.clone(), tier };
-        let gpu = Gpu::new(&options).map_err(|error| match &self.device {
-            Some(wanted) => {
-                let all = Gpu::list();
-                if all.is_empty() || all.iter().any(|info| info.matches(wanted, all.len())) {
-                    return error.into();
-                }
-                let names: Vec<_> = all.iter().map(|info| format!("{} ({})", info.index, info.name)).collect();
-                usage(format!("--device `{wanted}`: no such device; there are {}", names.join(", ")))
-            }
-            None => error.into(),
+        let gpu = Gpu::new(&options).map_err(|error| match Gpu::list() {
+            all if all.is_empty() => error.into(),
+            all => self.named(&all).err().unwrap_or(error.into()),
         })?;
         Ok(gpu.with_tuning(&table))
     }
-}
-
-/// A number of bytes, with or without a unit.
-fn size(text: &str) -> Result<u64, String> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let shift = match &text[digits.len()..] {
-        "" | "B" => 0,
-        "KiB" => 10,
-        "MiB" => 20,
-        "GiB" => 30,
-        "TiB" => 40,
-        _ => return Err("expected bytes, or a number with KiB, MiB, GiB or TiB".into()),
-    };
-    let n: u64 = digits.trim().parse().map_err(|_| "expected a whole number, such as 128MiB")?;
-    n.checked_mul(1 << shift).filter(|&n| n > 0).ok_or_else(|| "out of range".into())
 }
 
 /// A mistake of the caller: exit code 2.
@@ -176,7 +166,7 @@ fn usage(message: impl Into<String>) -> anyhow::Error {
 
 fn main() -> ExitCode {
     env_logger::Builder::from_env(env_logger::Env::new().filter_or("WGMOE_LOG", "warn")).init();
-    let result = match Cli::parse().command {
+    let result = match parse().command {
         Command::Devices(options) => devices::run(&options),
         Command::Inspect(options) => inspect::run(&options),
         Command::Run(options) => run::run(&options),
@@ -194,6 +184,14 @@ fn main() -> ExitCode {
             ExitCode::from(exit_code(&error))
         }
     }
+}
+
+/// The command line, or out with what is wrong with it.
+fn parse() -> Cli {
+    let command = values::take_negative(Cli::command());
+    let parsed = command.try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    let first = std::env::args().nth(1).unwrap_or_default();
+    parsed.unwrap_or_else(|error| values::explained(error, &first).exit())
 }
 
 /// 2 where the command line or a request is at fault, 1 for everything else.

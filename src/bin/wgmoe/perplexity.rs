@@ -188,7 +188,7 @@ fn windows(n: usize, window: usize) -> impl Iterator<Item = (usize, usize, usize
 pub fn read_tasks(files: &Files, path: &Path) -> anyhow::Result<Vec<Task>> {
     let place = format!("`{}`", path.display());
     let bytes = read_capped(path).with_context(|| place.clone())?;
-    let tensors = SafeTensors::deserialize(&bytes).with_context(|| place.clone())?;
+    let tensors = SafeTensors::deserialize(&bytes).with_context(|| format!("{place}: expected a safetensors file"))?;
     let mut names: Vec<_> = tensors.names().iter().filter_map(|name| name.strip_suffix(".ids")).collect();
     names.sort_unstable();
     ensure!(!names.is_empty(), "{place}: no tensor `<task>.ids`");

@@ -6,10 +6,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 use serde_json::json;
-use wgmoe::placement::{Placement, RoutingCounts, balance};
+use wgmoe::placement::{Placement, RoutingCounts, Topology, balance};
 
 use crate::table::{cell, table};
 use crate::target::Target;
+use crate::values::number;
 use crate::{Format, usage};
 
 /// Propose which rank holds which experts, from what a run recorded
@@ -38,11 +39,11 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     from_trace: PathBuf,
     /// Number of expert groups
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = number(1..=Topology::MAX_RANKS))]
     ep: usize,
     /// Copies of experts beyond the first of each, all groups together; each costs the memory of an expert in every layer
     /// [default: one a group]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = number(0..=1_usize << 24))]
     copies: Option<usize>,
     /// Write the table for --placement to this file
     #[arg(long, value_name = "FILE")]
@@ -59,7 +60,7 @@ struct Shared {
 }
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
-    let counts = RoutingCounts::from_json(&options.from_trace)?;
+    let counts = RoutingCounts::from_json(&options.from_trace).map_err(|e| e.within("--from-trace"))?;
     let (experts, groups) = (counts.experts, options.ep);
     // Whatever does not fit is the option's fault.
     let linear = owners(Placement::linear(experts, groups, 0).map_err(|e| usage(format!("--ep: {e}")))?);

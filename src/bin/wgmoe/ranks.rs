@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::thread::JoinHandle;
 
 use anyhow::Context;
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use wgmoe::adapter::Adapter;
 use wgmoe::checkpoint::{Checkpoint, ModelConfig};
@@ -14,6 +15,7 @@ use wgmoe::model::{LoadOptions, Model};
 use wgmoe::placement::{PlacementRule, RankShare, Topology};
 use wgmoe::plan::exchange::ExchangeWay;
 
+use crate::values::number;
 use crate::{Device, usage};
 
 /// How the model is shared out.
@@ -22,19 +24,28 @@ use crate::{Device, usage};
 pub struct RankOptions {
     /// Number of ranks; they also share out the heads of attention where these divide [default: --ep ranks, each with all
     /// of attention]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = number(1..=Topology::MAX_RANKS))]
     pub tp: Option<usize>,
     /// Number of expert groups; divides the number of ranks
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = number(1..=Topology::MAX_RANKS))]
     pub ep: Option<usize>,
     /// How experts are shared out: linear, round-robin, or a JSON file
-    #[arg(long, value_name = "RULE|FILE", default_value = "linear")]
+    #[arg(long, value_name = "RULE|FILE", default_value = "linear", value_parser = NonEmptyStringValueParser::new())]
     pub placement: String,
 }
 
 impl RankOptions {
     pub fn topology(&self, rank: usize) -> anyhow::Result<Topology> {
-        Topology::new(self.tp, self.ep, rank).map_err(|e| usage(e.to_string()))
+        let given = [("--tp", self.tp), ("--ep", self.ep)];
+        let given = || given.iter().filter_map(|(name, n)| Some(format!("{name} {}", (*n)?))).collect::<Vec<_>>();
+        Topology::new(self.tp, self.ep, rank).map_err(|e| usage(format!("{}: {e}", given().join(" "))))
+    }
+
+    /// What the rank at `topology` holds of a model.
+    pub fn share(&self, config: &ModelConfig, topology: Topology) -> anyhow::Result<RankShare> {
+        let rule = self.rule()?;
+        let share = RankShare::new(config, &rule, topology);
+        Ok(share.map_err(|e| e.within(format!("--placement `{}`", self.placement)))?)
     }
 
     pub fn rule(&self) -> anyhow::Result<PlacementRule> {

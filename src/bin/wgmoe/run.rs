@@ -13,6 +13,7 @@ use crate::files::{Files, ModelFiles};
 use crate::requests::{Placed, Prompt, PromptLine, read_lines};
 use crate::session::{Answer, Job, Session, generate_with_bar, speed};
 use crate::table::{cell, table};
+use crate::values::{number, probability, temperature};
 use crate::{Device, Format, usage};
 
 /// Answer one prompt, or a file of prompts in one batch, each with its own adapter
@@ -51,19 +52,19 @@ pub struct Options {
     #[arg(long, value_name = "FILE.jsonl", group = "input", help_heading = "Prompt")]
     prompts: Option<PathBuf>,
     /// Longest answer, in tokens
-    #[arg(long, value_name = "N", default_value_t = 256, help_heading = "Sampling")]
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = number(1..=u32::MAX as usize), help_heading = "Sampling")]
     max_tokens: usize,
     /// 0 takes the best token each time (greedy)
-    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true, help_heading = "Sampling")]
+    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = temperature, help_heading = "Sampling")]
     temperature: f32,
     /// Sample from the smallest set of tokens that has this probability; 1 is off
-    #[arg(long, value_name = "X", default_value_t = 1.0, allow_negative_numbers = true, help_heading = "Sampling")]
+    #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = probability, help_heading = "Sampling")]
     top_p: f32,
     /// Sample from the N best tokens; 0 is off
-    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Sampling")]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = number(0..=u32::MAX), help_heading = "Sampling")]
     top_k: u32,
     /// Seed of the sampling of every prompt
-    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Sampling")]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = number(0..=u64::MAX), help_heading = "Sampling")]
     seed: u64,
     /// Go on after a stop token, up to --max-tokens
     #[arg(long, help_heading = "Sampling")]
@@ -77,7 +78,7 @@ pub struct Options {
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
     let Some(world) = options.files.join(&options.device)? else { return Ok(()) };
-    let sampling = options.sampling()?;
+    let sampling = options.sampling();
     let tier = options.device.tier();
     let inputs = options.inputs()?;
     let files = options.files.open(&world)?;
@@ -98,14 +99,9 @@ struct Input {
 }
 
 impl Options {
-    fn sampling(&self) -> anyhow::Result<Sampling> {
-        if !(self.temperature.is_finite() && self.temperature >= 0.0) {
-            return Err(usage(format!("--temperature: expected 0 or more, got {}", self.temperature)));
-        }
-        if !(self.top_p > 0.0 && self.top_p <= 1.0) {
-            return Err(usage(format!("--top-p: expected more than 0 and at most 1, got {}", self.top_p)));
-        }
-        Ok(Sampling { temperature: self.temperature, top_k: self.top_k, top_p: self.top_p, seed: self.seed })
+    fn sampling(&self) -> Sampling {
+        let Self { temperature, top_k, top_p, seed, .. } = *self;
+        Sampling { temperature, top_k, top_p, seed }
     }
 
     /// The prompts of the options or of the file; their adapters are known.

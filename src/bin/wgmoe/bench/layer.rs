@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::Args;
+use wgmoe::adapter::MAX_RANK;
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::matrix;
 use wgmoe::plan::rows::{self, Few};
@@ -18,7 +19,9 @@ use crate::bench::shape::{Routing, Shape, Stored};
 use crate::bench::synthetic::Synthetic;
 use crate::bench::{oracle, roofline, timing};
 use crate::devices::driver;
-use crate::{Device, Format, usage};
+use crate::target::Target;
+use crate::values::{number, numbers};
+use crate::{Device, Format};
 
 /// Time one mixture-of-experts layer: router, experts with adapters, weighted sum
 #[derive(Args)]
@@ -39,16 +42,17 @@ pub struct Options {
     #[arg(long, value_name = "NAME|DIR")]
     shape: Option<String>,
     /// Tokens of a batch
-    #[arg(long, value_name = "T,...", value_delimiter = ',', default_value = "1,4,16,64,256,1024,4096")]
+    #[arg(long, value_name = "T,...", value_delimiter = ',', value_parser = numbers(1..=MOST),
+        default_value = "1,4,16,64,256,1024,4096")]
     tokens: Vec<usize>,
     /// Adapters mixed over the tokens, 0 for none
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0,8")]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = numbers(0..=MOST), default_value = "0,8")]
     adapters: Vec<usize>,
     /// Ranks that the adapters take in turn
-    #[arg(long, value_name = "R,...", value_delimiter = ',', default_value = "16")]
+    #[arg(long, value_name = "R,...", value_delimiter = ',', value_parser = numbers(1..=MAX_RANK), default_value = "16")]
     rank: Vec<usize>,
     /// Adapters that are resident, also where fewer are in the batch [default: as many as are used]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = number(0..=MOST))]
     loaded: Option<usize>,
     /// How tokens are spread over experts: uniform, zipf:S or one-expert
     #[arg(long, value_name = "MIX", default_value_t = Routing::Uniform)]
@@ -69,6 +73,8 @@ pub struct Options {
     device: Device,
 }
 
+/// Tokens and adapters at most.
+const MOST: usize = 1 << 16;
 const EFFORT: Effort = Effort { runs: 21, warm_up: timing::WARM_UP, profile: false };
 /// Tokens that the CPU computes, too.
 const COMPARED: usize = 2;
@@ -77,11 +83,8 @@ const F32_TOLERANCE: f32 = 1e-4;
 const F16_TOLERANCE: f32 = 2e-3;
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
-    options.check()?;
-    if let Some(path) = &options.svg {
-        // Before minutes of work, not after them.
-        std::fs::write(path, "").with_context(|| format!("--svg `{}`", path.display()))?;
-    }
+    // Before minutes of work, not after them.
+    let svg = options.svg.as_deref().map(|path| Target::reserve("--svg", path)).transpose()?;
     let gpu = timing::open(&options.device)?;
     let inside = gpu.device().features().contains(wgpu::Features::TIMESTAMP_QUERY_INSIDE_PASSES);
     if options.profile && !inside {
@@ -116,8 +119,8 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     for (row, out) in report.rows.iter_mut().zip(&outputs) {
         row.off_cpu = bench.compare(out, row.tokens, row.adapters)?;
     }
-    if let Some(path) = &options.svg {
-        std::fs::write(path, roofline::draw(&report)).with_context(|| format!("--svg `{}`", path.display()))?;
+    if let Some(svg) = svg {
+        svg.write(&roofline::draw(&report))?;
     }
     let mut out = std::io::stdout().lock();
     match options.format {
@@ -133,22 +136,6 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
             row.off_cpu.max(row.off_f32)
         ),
         None => Ok(()),
-    }
-}
-
-impl Options {
-    fn check(&self) -> anyhow::Result<()> {
-        for (name, values, least) in
-            [("--tokens", &self.tokens, 1), ("--rank", &self.rank, 1), ("--adapters", &self.adapters, 0)]
-        {
-            if values.is_empty() || values.iter().any(|n| *n < least || *n > 1 << 16) {
-                return Err(usage(format!("{name}: expected numbers from {least} to {}", 1 << 16)));
-            }
-        }
-        if self.rank.iter().any(|rank| *rank > wgmoe::adapter::MAX_RANK) {
-            return Err(usage(format!("--rank: expected {} or less", wgmoe::adapter::MAX_RANK)));
-        }
-        Ok(())
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::Instant;
 use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
+use wgmoe::adapter::MAX_RANK;
 use wgmoe::dtype::DType;
 use wgmoe::engine::{AdapterId, Engine, EngineOptions, Event, Request};
 use wgmoe::exchange::Exchange;
@@ -20,6 +21,7 @@ use crate::bench::timing::{median, microseconds};
 use crate::devices::driver;
 use crate::ranks::{ExchangeOption, Loaded, Others, RankOptions, follow};
 use crate::table::{bytes, table};
+use crate::values::{number, numbers};
 use crate::{Device, Format, usage};
 
 /// Time a whole model: reading prompts, and decoding one and many sequences
@@ -39,28 +41,28 @@ pub struct Options {
     #[arg(long, value_name = "NAME|DIR")]
     shape: Option<String>,
     /// Layers, where not all of them
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = number(1..=MOST))]
     layers: Option<usize>,
     /// Sequences that decode together
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,64")]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = numbers(1..=MOST_SEQUENCES), default_value = "1,64")]
     sequences: Vec<usize>,
     /// Tokens of each prompt before decoding
-    #[arg(long, value_name = "N", default_value_t = 32)]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = number(1..=MOST))]
     prompt: usize,
     /// Tokens that each sequence decodes
-    #[arg(long, value_name = "N", default_value_t = 64)]
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = number(1..=MOST))]
     decode: usize,
     /// Tokens of the prompts that are read alone; 0 for none
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "4096")]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = numbers(0..=MOST), default_value = "4096")]
     prefill: Vec<usize>,
     /// Rows of one step: longer prompts take several
-    #[arg(long, value_name = "N", default_value_t = 4096)]
+    #[arg(long, value_name = "N", default_value_t = 4096, value_parser = number(1..=MOST))]
     step_tokens: usize,
     /// Adapters mixed over the sequences, 0 for none
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "0,8")]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = numbers(0..=MOST_ADAPTERS), default_value = "0,8")]
     adapters: Vec<usize>,
     /// Rank of the adapters
-    #[arg(long, value_name = "R", default_value_t = 16)]
+    #[arg(long, value_name = "R", default_value_t = 16, value_parser = number(1..=MAX_RANK))]
     rank: usize,
     /// Storage type of the weights
     #[arg(long, value_enum, default_value_t = Stored::Bf16, value_name = "TYPE")]
@@ -69,7 +71,7 @@ pub struct Options {
     #[arg(long)]
     profile: bool,
     /// Runs, of which the median counts
-    #[arg(long, value_name = "N", default_value_t = 3)]
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = number(1..=MOST))]
     runs: usize,
     /// A table, or one JSON object
     #[arg(long, value_enum, default_value_t = Format::Table, value_name = "FORMAT")]
@@ -81,6 +83,11 @@ pub struct Options {
     #[command(flatten)]
     device: Device,
 }
+
+/// Sequences that an engine runs together, adapters, and tokens or anything else, at most.
+const MOST_SEQUENCES: usize = 1 << 12;
+const MOST_ADAPTERS: usize = 1 << 16;
+const MOST: usize = 1 << 24;
 
 #[derive(Debug, Serialize)]
 struct Report {
@@ -133,7 +140,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     let small = if gpu.info().software { "tiny" } else { "qwen3-30b-a3b" };
     let mut shape = Shape::parse(options.shape.as_deref().unwrap_or(small))?;
     if let Some(n) = options.layers {
-        if n == 0 || n > shape.config.layers.len() {
+        if n > shape.config.layers.len() {
             return Err(usage(format!("--layers {n}: expected 1 to {}", shape.config.layers.len())));
         }
         shape.config.layers.truncate(n);
@@ -185,16 +192,18 @@ impl Subject {
 impl Options {
     fn check(&self, shape: &Shape) -> anyhow::Result<()> {
         let positions = shape.config.max_positions;
-        let longest = self.prefill.iter().copied().max().unwrap_or(0).max(self.prompt) + self.decode + 1;
-        if self.prompt == 0 || self.decode == 0 || self.runs == 0 || self.sequences.contains(&0) {
-            return Err(usage("--prompt, --decode, --runs and --sequences: expected 1 or more"));
+        // Of each sequence there is a token more than are timed.
+        if let Some(tokens) = self.prefill.iter().find(|tokens| **tokens >= positions) {
+            return Err(usage(format!("--prefill {tokens}: expected less than the model's context of {positions}")));
         }
-        if longest > positions {
-            return Err(usage(format!("{longest} tokens: longer than the model's context of {positions}")));
+        if self.prompt + self.decode >= positions {
+            let (prompt, decode) = (self.prompt, self.decode);
+            let message = format!(
+                "--prompt {prompt} --decode {decode}: expected less than the model's context of {positions} together"
+            );
+            return Err(usage(message));
         }
-        if self.rank == 0 || self.rank > wgmoe::adapter::MAX_RANK {
-            return Err(usage(format!("--rank {}: expected 1 to {}", self.rank, wgmoe::adapter::MAX_RANK)));
-        }
+        self.ranks.share(&shape.config, self.ranks.topology(0)?)?;
         if self.most_adapters() > 0 && self.ranks.tp.is_some() {
             return Err(usage("--tp: adapters are made for whole experts; use --ep, or --adapters 0"));
         }

@@ -68,12 +68,13 @@ impl Shape {
 
     fn open(text: &str) -> anyhow::Result<Self> {
         let path = Path::new(text);
-        let dir = if path.is_dir() { Some(path) } else { path.parent().filter(|_| path.is_file()) };
+        let of_file = path.parent().filter(|_| path.is_file() && path.ends_with("config.json"));
+        let dir = if path.is_dir() { Some(path) } else { of_file };
         let Some(dir) = dir else {
             let message = format!("--shape `{text}`: expected {} or a folder with config.json", KNOWN.join(", "));
             return Err(usage(message));
         };
-        let config = ModelConfig::open(dir)?;
+        let config = ModelConfig::open(dir).map_err(|e| e.within("--shape"))?;
         if !config.layers.contains(&MlpKind::Experts) {
             return Err(usage(format!("--shape `{text}`: the model has no layer with experts")));
         }

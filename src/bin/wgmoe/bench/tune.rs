@@ -19,7 +19,8 @@ use crate::devices::driver;
 use crate::session::bar;
 use crate::table::table;
 use crate::target::Target;
-use crate::{Device, Format, usage};
+use crate::values::number;
+use crate::{Device, Format};
 
 /// Measure the thresholds between two ways to do the same work, and propose better ones for this device
 #[derive(Args)]
@@ -46,7 +47,7 @@ pub struct Options {
     #[arg(long, value_enum, default_value_t = Stored::Bf16, value_name = "TYPE")]
     dtype: Stored,
     /// Adapters of rank 16 mixed over the tokens of half of the batches, 0 for none
-    #[arg(long, value_name = "N", default_value_t = 8)]
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = number(0..=MOST_ADAPTERS))]
     adapters: usize,
     /// Write the table with what is proposed to this file
     #[arg(long, value_name = "FILE")]
@@ -118,9 +119,6 @@ struct Tried {
 }
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
-    if options.adapters > MOST_ADAPTERS {
-        return Err(usage(format!("--adapters: expected a number from 0 to {MOST_ADAPTERS}")));
-    }
     // Before minutes of work, not after them.
     let target = options.write.as_deref().map(|path| Target::reserve("--write", path)).transpose()?;
     let table = options.device.table()?;
