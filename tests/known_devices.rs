@@ -8,6 +8,7 @@ mod gpu_run;
 mod moe;
 
 use common::Rng;
+use gpu_run::posing;
 use moe::{Batch, OnDevice, SHAPE, Twin, adapter, pin, poisoned};
 use wgmoe::adapter::Site;
 use wgmoe::dtype::DType;
@@ -128,33 +129,14 @@ fn open(known: &Known) -> Gpu {
         max_compute_workgroup_storage_size: known.workgroup_bytes,
         ..Limits::defaults()
     };
-    let mut desc = wgpu::InstanceDescriptor::new_without_display_handle();
-    desc.backends = wgpu::Backends::NOOP;
-    desc.backend_options.noop = wgpu::NoopBackendOptions {
-        enable: true,
-        limits: Some(limits),
-        features: Some(features),
-        device_type: Some(known.kind),
-        subgroup_min_size: known.subgroups.map(|s| s.0),
-        subgroup_max_size: known.subgroups.map(|s| s.1),
-    };
-    let adapters = pollster::block_on(wgpu::Instance::new(desc).enumerate_adapters(wgpu::Backends::NOOP));
-    let (mut required_features, required_limits, mut experimental_features) = Gpu::wanted(&adapters[0]);
+    let adapter = posing::adapter(known.kind, features, limits, known.subgroups);
     // `noop` lists no matrices, so the plan is asked with those written down.
-    let (listed, offered) = (listed(known), adapters[0].limits());
+    let (listed, offered) = (listed(known), adapter.limits());
     let backend = if known.name.ends_with("Metal") { Backend::Metal } else { Backend::Vulkan };
-    let info = AdapterInfo { backend, ..adapters[0].get_info() };
-    let matrix_edge = matrix::offered(&info, &adapters[0].features(), &offered, &listed);
+    let info = AdapterInfo { backend, ..adapter.get_info() };
+    let matrix_edge = matrix::offered(&info, &adapter.features(), &offered, &listed);
     let matrix = matrix_edge.is_some();
-    if matrix {
-        required_features |= matrix::FEATURES;
-        // SAFETY: nothing runs on this device.
-        experimental_features = unsafe { wgpu::ExperimentalFeatures::enabled() };
-    }
-    let desc =
-        wgpu::DeviceDescriptor { required_features, required_limits, experimental_features, ..Default::default() };
-    let (device, queue) = pollster::block_on(adapters[0].request_device(&desc)).unwrap();
-    let gpu = Gpu::from_wgpu(&adapters[0], device, queue, None).unwrap();
+    let gpu = posing::open(&adapter, matrix);
     // wgpu 30 calls every `noop` device software, whatever `device_type` says.
     let (name, software) = (known.name.to_owned(), known.kind == DeviceType::Cpu);
     let mut info = GpuInfo { name, software, matrix_edge, ..gpu.info().clone() };

@@ -1,6 +1,8 @@
 //! Slices to the device, stages recorded in one pass, outputs back with a check that nothing was written past them.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+#[path = "posing.rs"]
+pub mod posing;
 #[path = "replayed.rs"]
 pub mod replayed;
 #[path = "traced.rs"]

@@ -13,8 +13,9 @@ use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::matrix;
 use wgmoe::plan::tuning::Tuning;
 use wgmoe::{Gpu, GpuInfo, Tier};
-use wgpu::{DownlevelFlags, Features, Limits};
+use wgpu::{DeviceType, DownlevelFlags, Features, Limits};
 
+use super::posing;
 use super::traced::Buffers;
 
 /// Lanes of a subgroup and rows of a matrix, as Apple's GPUs have them.
@@ -34,27 +35,8 @@ pub fn device(tuning: impl FnOnce(Tuning) -> Tuning) -> Gpu {
         max_compute_workgroup_storage_size: matrix::workgroup_bytes(EDGE),
         ..Limits::defaults()
     };
-    let mut desc = wgpu::InstanceDescriptor::new_without_display_handle();
-    desc.backends = wgpu::Backends::NOOP;
-    desc.backend_options.noop = wgpu::NoopBackendOptions {
-        enable: true,
-        limits: Some(limits),
-        features: Some(Features::SUBGROUP | matrix::FEATURES),
-        subgroup_min_size: Some(LANES),
-        subgroup_max_size: Some(LANES),
-        ..Default::default()
-    };
-    let adapters = pollster::block_on(wgpu::Instance::new(desc).enumerate_adapters(wgpu::Backends::NOOP));
-    let (required_features, required_limits, _) = Gpu::wanted(&adapters[0]);
-    let desc = wgpu::DeviceDescriptor {
-        required_features: required_features | matrix::FEATURES,
-        required_limits,
-        // SAFETY: nothing runs on this device.
-        experimental_features: unsafe { wgpu::ExperimentalFeatures::enabled() },
-        ..Default::default()
-    };
-    let (device, queue) = pollster::block_on(adapters[0].request_device(&desc)).unwrap();
-    let gpu = Gpu::from_wgpu(&adapters[0], device, queue, None).unwrap();
+    let features = Features::SUBGROUP | matrix::FEATURES;
+    let gpu = posing::open(&posing::adapter(DeviceType::IntegratedGpu, features, limits, Some((LANES, LANES))), true);
     let info = GpuInfo { matrix_edge: Some(EDGE), software: false, ..gpu.info().clone() };
     let caps = Capabilities::new(&info, &gpu.device().limits(), DownlevelFlags::compliant(), Tier::Matrix).unwrap();
     assert!(caps.matrix && caps.edge == EDGE);
