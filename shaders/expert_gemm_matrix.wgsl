@@ -101,9 +101,9 @@ fn main(
     {% if rows == "tiles" %}
     let pair{{ i }} = u32(ids[params.sorted_base + first_row + min(row{{ i }}, {{ height - 1 }}u)]);
     // A row of padding reads the first pair's, which is in the cache: what becomes of it is never read.
-    let x_at{{ i }} = select(first_pair, pair{{ i }}, pair{{ i }} < params.rows) / params.row_div * params.x_groups;
+    let x_at{{ i }} = select(first_pair, pair{{ i }}, pair{{ i }} < params.rows) / params.row_div * params.x_stride;
     {% else %}
-    let x_at{{ i }} = min(first_row + row{{ i }}, params.rows - 1u) / params.row_div * params.x_groups;
+    let x_at{{ i }} = min(first_row + row{{ i }}, params.rows - 1u) / params.row_div * params.x_stride;
     {% endif %}
     {% for p in range(x_ahead) %}
     var x{{ p }}_{{ i }} = vec4<u32>();

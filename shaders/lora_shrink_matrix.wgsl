@@ -15,7 +15,7 @@ diagnostic(off, derivative_uniformity);
 
 struct LoraShrinkMatrixParams {
     row_div: u32,
-    // Groups of eight in a row of A and of x.
+    // Groups of eight in a row of A, and of x.
     groups: u32,
     // Entries of this site in `index`, projections of the site, and the rank that u has room for.
     index_base: u32,
@@ -28,9 +28,10 @@ struct LoraShrinkMatrixParams {
     exponents: u32,
     // The power of two of the base weights.
     w_scale: f32,
+    // Groups from a row of x to the next: more may lie between.
+    x_stride: u32,
     pad0: u32,
     pad1: u32,
-    pad2: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: LoraShrinkMatrixParams;
@@ -107,7 +108,7 @@ fn main(
     {% for i in range(loads) %}
     let row{{ i }} = subgroup_lane / {{ part }}u + {{ i * rows_at_once }}u;
     // Past the end of a run its last pair is read again, which is in the cache: what becomes of it is never written.
-    let x_at{{ i }} = u32(ids[min(own_rows + row{{ i }}, end_row - 1u)]) / params.row_div * params.groups;
+    let x_at{{ i }} = u32(ids[min(own_rows + row{{ i }}, end_row - 1u)]) / params.row_div * params.x_stride;
     {% endfor %}
     {% for i in range(a_loads) %}
     {% if tall %}

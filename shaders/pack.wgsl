@@ -1,7 +1,8 @@
 // Rows of f32 as f16, each times a power of two that keeps it within range whatever its values. The exponents lie behind
 // all rows, one vec4 each, exact as integers of f16. `expert_gemm_matrix` reads both. One workgroup a row.
 {% if twice %}
-// Behind the values of a row lies what was cut off from them: together they have the precision of f32.
+// Behind the values of a row lies what rounding took from them: together they have the precision of f32. The largest value always
+// comes to just below 2^7, so that what is left of it keeps clear of the smallest numbers of f16.
 {% endif %}
 {% if blocks %}
 // Beside or instead of that as blocks of 16 rows and 16 values, from which `expert_gemm_direct` reads both.
@@ -31,6 +32,17 @@ struct PackParams {
 {% include "shared/blocks.wgsl" %}
 {% endif %}
 
+{% if twice %}
+// Rounded to the digits of f16 by their bits: a compiler may take a conversion there and back for nothing. What is no finite
+// number stays what it is.
+fn rounded(v: vec4<f32>) -> vec4<f32> {
+    let bits = bitcast<vec4<u32>>(v);
+    let up = bits + 0xfffu + ((bits >> vec4<u32>(13u)) & vec4<u32>(1u));
+    let finite = (bits & vec4<u32>(0x7f800000u)) != vec4<u32>(0x7f800000u);
+    return bitcast<vec4<f32>>(select(bits, up & vec4<u32>(0xffffe000u), finite));
+}
+{% endif %}
+
 @compute @workgroup_size({{ lanes }})
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
     let row = folded(workgroup);
@@ -44,15 +56,14 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         let v = bitcast<vec4<u32>>(abs(x[begin + q]));
         most = max(most, max(max(v.x, v.y), max(v.z, v.w)));
     }
-    let shift = {{ "half_shift" if twice else "row_shift" }}(reduce_max_u32(most, lane));
+    let shift = {{ "operand_shift" if twice else "row_shift" }}(reduce_max_u32(most, lane));
     let scale = power_of_two(shift);
     for (var q = lane; q < params.quads; q = q + {{ lanes }}u) {
         let v = x[begin + q] * scale;
         {% if twice %}
-        // Cut off rather than rounded, by their bits: a compiler may take a conversion there and back for nothing.
-        let cut = bitcast<vec4<f32>>(bitcast<vec4<u32>>(v) & vec4<u32>(0xffffe000u));
-        packed[to + q] = vec4<f16>(cut);
-        packed[to + params.quads + q] = vec4<f16>(v - cut);
+        let near = rounded(v);
+        packed[to + q] = vec4<f16>(near);
+        packed[to + params.quads + q] = vec4<f16>(v - near);
         {% else %}
         {% if by_row %}
         packed[to + q] = vec4<f16>(v);

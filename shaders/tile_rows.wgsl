@@ -11,9 +11,10 @@ struct TileRowsParams {
     groups: u32,
     blocks: u32,
     sorted_base: u32,
+    // Groups from a row of x to the next: more may lie between.
+    x_stride: u32,
     pad0: u32,
     pad1: u32,
-    pad2: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: TileRowsParams;
@@ -38,7 +39,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     }
     let pair = u32(ids[params.sorted_base + rows_begin + row]);
     let real = pair < params.rows;
-    let source = select(0u, pair, real) / params.row_div * params.groups;
+    let source = select(0u, pair, real) / params.row_div * params.x_stride;
     let to = rows_begin / 16u * params.blocks * 32u + row * 2u + group % 2u;
     for (var at = group; at < params.blocks * 2u; at = at + 8u) {
         let value = x[source + min(at, params.groups - 1u)];

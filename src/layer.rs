@@ -19,8 +19,11 @@ use crate::error::Result;
 use crate::kernels::expert_gemm::Weights;
 use crate::kernels::localise::Owners;
 use crate::kernels::lora::{Factors, LoraSite};
+use crate::kernels::pack::{Form, Packed, pack};
 use crate::kernels::route::Route;
 use crate::kernels::{Recording, View};
+use crate::layer::dense::Adapters;
+use crate::plan::capabilities::Capabilities;
 use crate::router::RouteOptions;
 use crate::shape::MoeShape;
 
@@ -77,11 +80,19 @@ impl MoeTensors<'_> {
         self.lora.is_some_and(|(batch, _, factors)| batch.adapts(site, factors))
     }
 
+    /// Those of the router.
+    fn router_adapters(&self) -> Option<Adapters<'_>> {
+        self.lora.and_then(|(batch, sites, factors)| Some((batch, sites.router.as_ref()?, factors)))
+    }
+
     /// Whether one may change what experts compute.
     fn adapts_experts(&self) -> bool {
         self.lora.is_some_and(|(_, sites, _)| self.adapts(&sites.gate_up) || self.adapts(&sites.down))
     }
 }
+
+/// Names of the scratch of x that is packed.
+const LABELS: [&str; 2] = ["packed x", "packed x in blocks"];
 
 /// What the router chose for each token.
 #[derive(Debug, Clone)]
@@ -105,20 +116,37 @@ impl MoeLayer {
         if self.chooses_late(rec, t) {
             return self.record_choosing(rec, pass, t);
         }
-        let routed = self.route(rec, pass, t)?;
-        self.experts(rec, pass, t, &routed)?;
+        let caps = rec.gpu().capabilities();
+        let packed = match (self.router_form(caps, t), self.experts_form(caps, t)) {
+            // Rows packed twice serve both.
+            (Some(form), Some(_)) => Some(pack(rec, pass, LABELS, t.x, [t.tokens, self.shape.hidden], &form)?),
+            _ => None,
+        };
+        let routed = self.route_rows(rec, pass, t, packed.as_ref())?;
+        self.experts_of(rec, pass, t, &routed, packed.as_ref())?;
         Ok(routed)
     }
 
-    /// Records the router and its adapters, and returns the logits, f32 `[T, E]`.
-    fn router(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, t: &MoeTensors<'_>) -> Result<View> {
+    /// In which form the router reads rows that are packed; `None` where it reads f32.
+    fn router_form(&self, caps: &Capabilities, t: &MoeTensors<'_>) -> Option<Form> {
+        Dense::form(caps, t.tokens, &self.router, t.router_adapters(), true)
+    }
+
+    /// Records the router and its adapters, and returns the logits, f32 `[T, E]`. x may be `packed`.
+    fn router(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        t: &MoeTensors<'_>,
+        packed: Option<&Packed>,
+    ) -> Result<View> {
         let logits = rec.scratch("router logits", (t.tokens * self.shape.experts * 4) as u64)?;
-        let adapters = t.lora.and_then(|(batch, sites, factors)| Some((batch, sites.router.as_ref()?, factors)));
         Dense {
             tokens: t.tokens,
             x: t.x,
+            packed,
             weights: &self.router,
-            adapters,
+            adapters: t.router_adapters(),
             y: &logits,
             accumulate: false,
             exact: true,
@@ -133,9 +161,20 @@ impl MoeLayer {
     /// # Errors
     /// When the device refuses a shader or has no room for scratch.
     pub fn route(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, t: &MoeTensors<'_>) -> Result<Routed> {
+        self.route_rows(rec, pass, t, None)
+    }
+
+    /// The same for x that may be `packed`.
+    fn route_rows(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        t: &MoeTensors<'_>,
+        packed: Option<&Packed>,
+    ) -> Result<Routed> {
         let MoeShape { experts: e, top_k: a, .. } = self.shape;
         let pairs = t.tokens * a;
-        let logits = self.router(rec, pass, t)?;
+        let logits = self.router(rec, pass, t, packed)?;
         let topk_ids = rec.scratch("topk_ids", (pairs * 4) as u64)?;
         let topk_weights = rec.scratch("topk_weights", (pairs * 4) as u64)?;
         Route {

@@ -19,7 +19,7 @@ use wgmoe::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Folded};
 use wgmoe::kernels::lora::{Factors, Lora, LoraSite, column_tiles};
 use wgmoe::kernels::lora_gather::LoraGather;
 use wgmoe::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
-use wgmoe::kernels::pack::{Pack, Packed};
+use wgmoe::kernels::pack::{Form, pack};
 use wgmoe::kernels::pair_shrink::PairShrink;
 use wgmoe::kernels::runs::AlignRuns;
 use wgmoe::plan::matrix::{self, FOLDED_SLOTS, TILES, factor_exponent, largest_magnitude};
@@ -51,6 +51,8 @@ struct Case {
     size: [f32; 2],
     /// Which slots have a bias, on every projection but the second; none past the end.
     biased: Vec<bool>,
+    /// Packed rows hold what rounding took from them, which shrinks and tiles pass over.
+    twice: bool,
 }
 
 fn case() -> Case {
@@ -67,6 +69,7 @@ fn case() -> Case {
         shared: false,
         size: [1.0; 2],
         biased: Vec::new(),
+        twice: false,
     }
 }
 
@@ -426,8 +429,8 @@ fn check_matrix(gpu: &Gpu, case: &Case) -> Result<(), String> {
             run_columns: &lora_matrix::column_tiles(&site, max_rank),
         }
         .record(rec, pass)?;
-        let packed = Packed::scratch(rec, "packed", case.tokens, case.inner)?;
-        Pack { x: &x_view, packed: &packed }.record(rec, pass)?;
+        let form = if case.twice { Form::TWICE } else { Form::ROWS };
+        let packed = pack(rec, pass, ["packed"; 2], &x_view, [case.tokens, case.inner], &form)?;
         let u = LoraShrinkMatrix {
             rows: pairs,
             row_div,
@@ -488,6 +491,7 @@ fn adapters_on_matrices_equal_the_oracle() {
     }
     for inner in [8, 64, 72, 256, 264, 768] {
         cases.push(Case { inner, tokens: 70, ..case() });
+        cases.push(Case { inner, tokens: 70, twice: true, ..case() });
     }
     for (out_dims, experts, top_k) in [(vec![128, 128], 3, 2), (vec![40], 4, 3), (vec![1, 16, 17, 5], 2, 1)] {
         cases.push(Case { out_dims, experts, top_k, tokens: 50, ..case() });
@@ -579,8 +583,8 @@ fn check_folded(
             let words = rec.scratch(label, 1 << 22)?;
             gpu.queue().write_buffer(&words.buffer, 0, bytemuck::cast_slice(&vec![0x7fff_7fffu32; 1 << 20]));
         }
-        let packed = Packed::scratch_for(rec, labels, case.tokens, inner, direct.as_ref(), true)?;
-        Pack { x: &x_view, packed: &packed }.record(rec, pass)?;
+        let form = Form { twice: case.twice && tile.is_some(), cut: direct, ..Form::ROWS };
+        let packed = pack(rec, pass, labels, &x_view, [case.tokens, inner], &form)?;
         let u = match &runs {
             None => {
                 let (ids, status) = (tile.map(|_| &ids_view), &status);
@@ -601,7 +605,7 @@ fn check_folded(
                     token_lora_mapping,
                     status,
                 }
-                .record_packed(rec, pass)?
+                .record_packed(rec, pass, packed.stride())?
             }
             Some(runs) => {
                 let (rows, site, factors, x) = (pairs, &site, &factors, &packed);
@@ -665,7 +669,9 @@ fn products_on_matrices_add_adapters_as_the_oracle_does() {
             add(Case { mix, tokens: 300, ..of(most_slots()) }, None);
         }
         for inner in [8, 64, 72, 256] {
-            add(Case { inner, ..of(vec![(16, DType::Bf16), (16, DType::F16)]) }, None);
+            for twice in [false, true] {
+                add(Case { inner, twice, ..of(vec![(16, DType::Bf16), (16, DType::F16)]) }, None);
+            }
         }
         for out_dims in [vec![128, 128], vec![256, 256], vec![40], vec![1, 16, 17, 5], vec![320, 64, 64]] {
             add(Case { out_dims, tokens: 150, ..case() }, None);
@@ -719,7 +725,7 @@ fn adapters_on_matrices_of_8_equal_the_oracle() {
         let cases = [
             (of(vec![40, 90], false, 20), height, None),
             (of(vec![21, 21], true, 70), height, None),
-            (Case { inner: 72, ..of(vec![1, 16, 17, 5], false, 150) }, height, None),
+            (Case { inner: 72, twice: true, ..of(vec![1, 16, 17, 5], false, 150) }, height, None),
         ];
         for shrink in [Some(lora_matrix::RUN), Some(lora_matrix::LONG_RUN), None] {
             each_case(&cases, |case| check_folded(&gpu, case, shrink));

@@ -5,11 +5,15 @@ fn half_shift(most: u32) -> i32 {
     return 141 - clamp(i32(most >> 23u), 53, 254);
 }
 
+// The same to just below 2^7 (`matrix::ROW_EXPONENT`), where the sums of an adapter's A stay in range.
+fn operand_shift(most: u32) -> i32 {
+    return half_shift(most) - 8;
+}
+
 // What a row of an operand takes: none where its largest magnitude lies in 2^-5 to 2^7, so that a product has nothing to undo; else
-// that which takes it to just below 2^7 (`matrix::ROW_EXPONENT`). f16 holds 18 binary places or more under the largest value, and the
-// sums of an adapter's A stay in range.
+// that which takes it to just below 2^7. f16 holds 18 binary places or more under the largest value.
 fn row_shift(most: u32) -> i32 {
-    return select(half_shift(most) - 8, 0, most >= {{ 127 - 5 }}u << 23u && most < {{ 127 + 7 }}u << 23u);
+    return select(operand_shift(most), 0, most >= {{ 127 - 5 }}u << 23u && most < {{ 127 + 7 }}u << 23u);
 }
 
 fn power_of_two(exponent: i32) -> f32 {

@@ -4,10 +4,12 @@ struct ExpertGemmMatrixParams {
     rows: u32,
     // Pairs that share a row of x: A for gate and up, 1 for down.
     row_div: u32,
-    // Groups of eight in a row of W, and in a row of x: as many, or twice as many with the rest of each value behind all; or the
-    // blocks in a row of x, where they go straight into matrices.
+    // Groups of eight in a row of W, and of a row of x that are multiplied: as many, or twice as many with the rest of each value
+    // behind all; or the blocks in a row of x, where they go straight into matrices.
     groups: u32,
     x_groups: u32,
+    // Groups from a row of x to the next: rests may lie between that are not multiplied.
+    x_stride: u32,
     // Rows of W (columns of y) of this piece, and where they stand in y.
     out_rows: u32,
     out_begin: u32,
@@ -37,7 +39,6 @@ struct ExpertGemmMatrixParams {
     step: u32,
     // Blocks of u that a projection has room for, where they go straight into matrices.
     room: u32,
-    pad0: u32,
     // For each projection: first column in y, columns.
     span_begin: vec4<u32>,
     span_rows: vec4<u32>,

@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::kernels::align::Aligned;
 use crate::kernels::expert_gemm_matrix::ExpertGemmMatrix;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
-use crate::kernels::pack::{Pack, Packed};
+use crate::kernels::pack::{Form, Packed, pack};
 use crate::kernels::params::params;
 use crate::kernels::tile_rows;
 use crate::kernels::{Grid, Recording, View};
@@ -211,22 +211,34 @@ pub(crate) fn dense_on_matrices(
     matrix::dense(caps, rows, weights.out_dim, exact).filter(|_| possible)
 }
 
+/// In which form such a product without adapters reads x.
+pub(crate) fn dense_form(tile: MatrixTile, exact: bool) -> Form {
+    let cut = Some(tile).filter(|tile| tile.direct);
+    if exact { Form::TWICE } else { Form { by_row: cut.is_none(), cut, ..Form::ROWS } }
+}
+
 impl ExpertGemm<'_> {
     /// Records the stage: one dispatch for each piece of the weights.
     ///
     /// # Errors
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        let dense = matches!(self.select, Rows::Dense);
-        if dense && dense_on_matrices(rec.gpu().capabilities(), self.rows, self.weights, self.exact).is_some() {
-            return self.record_matrix(rec, pass);
+        let caps = rec.gpu().capabilities().clone();
+        if matches!(self.select, Rows::Dense)
+            && let Some(tile) = dense_on_matrices(&caps, self.rows, self.weights, self.exact)
+        {
+            // No row of blocks is shared.
+            let form = Some(dense_form(tile, self.exact)).filter(|form| form.cut.is_none() || self.row_div == 1);
+            let form = form.unwrap_or(Form::ROWS);
+            let size = [self.rows.div_ceil(self.row_div), self.weights.in_dim];
+            let packed = pack(rec, pass, ["packed", "packed blocks"], self.x, size, &form)?;
+            return self.record_packed(rec, pass, &packed);
         }
         let tile = match self.select {
-            Rows::Dense => dense_tile(rec.gpu().capabilities(), self.rows, self.weights.out_dim),
+            Rows::Dense => dense_tile(&caps, self.rows, self.weights.out_dim),
             Rows::Pairs(_) => 1,
             Rows::Tiles(aligned) => aligned.tile,
         };
-        let caps = rec.gpu().capabilities().clone();
         let pipeline = pipeline(rec.gpu(), &EXPERT_GEMM, vars(&caps, self.weights.dtype, self.select.name(), tile))?;
         let (ids, expert_base, sorted_base) = self.select.ids(self.x);
         for (piece, view) in &self.weights.pieces {
@@ -254,20 +266,15 @@ impl ExpertGemm<'_> {
         Ok(())
     }
 
-    /// The same product on cooperative matrices, with rows packed for it.
-    fn record_matrix(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        let (rows, width) = (self.rows.div_ceil(self.row_div), self.weights.in_dim);
-        let packed = if self.exact {
-            Packed::scratch_twice(rec, "packed twice", rows, width)?
-        } else {
-            let cut = matrix::dense(rec.gpu().capabilities(), self.rows, self.weights.out_dim, false);
-            let direct = cut.filter(|cut| cut.direct && self.row_div == 1);
-            Packed::scratch_for(rec, ["packed", "packed blocks"], rows, width, direct.as_ref(), false)?
-        };
-        Pack { x: self.x, packed: &packed }.record(rec, pass)?;
+    /// Records a dense product on cooperative matrices for rows that are packed in the form of [`dense_form`].
+    pub(crate) fn record_packed(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        x: &Packed,
+    ) -> Result<()> {
         let Self { rows, row_div, select, weights, y, y_stride, accumulate, .. } = *self;
         let adapters = None;
-        ExpertGemmMatrix { rows, row_div, select, x: &packed, weights, y, y_stride, accumulate, adapters }
-            .record(rec, pass)
+        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, adapters }.record(rec, pass)
     }
 }

@@ -28,8 +28,10 @@ params! {
         row_div: u32,
         /// Groups of eight in a row of W.
         groups: u32,
-        /// Groups of eight in a row of x: as many, or twice as many; of a direct cut, blocks of 16, padded.
+        /// Groups of eight of a row of x that are multiplied: as many, or twice as many; of a direct cut, blocks of 16, padded.
         x_groups: u32,
+        /// Groups from a row of x to the next.
+        x_stride: u32,
         /// Rows of W in this piece.
         out_rows: u32,
         /// First column of y.
@@ -68,8 +70,6 @@ params! {
         step: u32,
         /// Blocks of u that a projection has room for.
         room: u32,
-        /// Padding.
-        pad0: u32,
         /// First column in y of each projection.
         span_begin: [u32; 4],
         /// Columns of each projection.
@@ -86,7 +86,7 @@ pub struct ExpertGemmMatrix<'a> {
     pub row_div: usize,
     /// Which rows meet which matrix: dense, or tiles of a height that [`matrix::TILES`] has.
     pub select: Rows<'a>,
-    /// `[rows / row_div, in]`; twice only when dense. Its blocks, if it has any, lie in the order of [`select`](Self::select).
+    /// `[rows / row_div, in]`. What rounding took is multiplied, too, when dense; in tiles it is passed over. Its blocks, if it has any, lie in the order of [`select`](Self::select).
     pub x: &'a Packed,
     /// The matrices, with an exponent.
     pub weights: &'a Weights,
@@ -180,12 +180,12 @@ impl ExpertGemmMatrix<'_> {
     /// When the device refuses the shader; for weights or tiles that are none of this tier.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         let w = self.weights;
+        let twice = self.x.twice && matches!(self.select, Rows::Dense);
+        let depth = if twice { 2 * self.x.width } else { self.x.width };
         let tile = match self.select {
-            Rows::Tiles(aligned) => {
-                MatrixTile::of(rec.gpu().capabilities(), aligned.tile).filter(|_| !self.accumulate && !self.x.twice)
-            }
+            Rows::Tiles(aligned) => MatrixTile::of(rec.gpu().capabilities(), aligned.tile).filter(|_| !self.accumulate),
             Rows::Dense => {
-                let staged = self.x.twice || self.x.blocks.is_none();
+                let staged = twice || self.x.blocks.is_none();
                 matrix::dense(rec.gpu().capabilities(), self.rows, w.out_dim, staged)
             }
             Rows::Pairs(_) => None,
@@ -200,7 +200,7 @@ impl ExpertGemmMatrix<'_> {
             ));
         }
         let caps = rec.gpu().capabilities().clone();
-        let ragged = !self.x.width.is_multiple_of((tile.ahead * tile.depth) as usize);
+        let ragged = !depth.is_multiple_of((tile.ahead * tile.depth) as usize);
         let spans = self.adapters.map(|a| a.site.spans(tile.columns));
         // Where tiles begin: with each piece, and then every so many columns.
         let within = |column: &u32| {
@@ -210,7 +210,7 @@ impl ExpertGemmMatrix<'_> {
         let flags = Flags {
             scaled: exponent != 0,
             ragged,
-            twice: self.x.twice,
+            twice,
             lora: self.adapters.is_some(),
             across: spans.as_ref().is_some_and(|s| s.step > 1 || !s.out_begin.iter().all(within)),
         };
@@ -240,7 +240,7 @@ impl ExpertGemmMatrix<'_> {
         };
         let (x, x_groups, exponents) = match &blocks {
             Some(Blocks { view, per_row, exponents }) => (view, *per_row, *exponents),
-            None => (&self.x.view, self.x.width / 8, self.x.exponents()),
+            None => (&self.x.view, depth / 8, self.x.exponents()),
         };
         let (ids, expert_base, sorted_base) = self.select.ids(&self.x.view);
         for (piece, view) in &w.pieces {
@@ -249,6 +249,7 @@ impl ExpertGemmMatrix<'_> {
                 row_div: self.row_div as u32,
                 groups: (w.in_dim / 8) as u32,
                 x_groups: x_groups as u32,
+                x_stride: (self.x.stride() / 8) as u32,
                 out_rows: piece.rows as u32,
                 out_begin: piece.row_begin as u32,
                 y_stride: self.y_stride as u32,

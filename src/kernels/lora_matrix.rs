@@ -41,7 +41,7 @@ params! {
     LoraShrinkMatrixParams {
         /// Pairs that share a row of x.
         row_div: u32,
-        /// Groups of eight in a row of A and of x.
+        /// Groups of eight in a row of A, and of x.
         groups: u32,
         /// First entry of the site in the index.
         index_base: u32,
@@ -57,12 +57,12 @@ params! {
         exponents: u32,
         /// Power of two of the base weights.
         w_scale: f32,
+        /// Groups from a row of x to the next.
+        x_stride: u32,
         /// Padding.
         pad0: u32,
         /// Padding.
         pad1: u32,
-        /// Padding.
-        pad2: u32,
     }
 }
 
@@ -166,9 +166,9 @@ impl LoraShrinkMatrix<'_> {
             sorted_base: self.runs.aligned.sorted_base,
             exponents: self.x.exponents(),
             w_scale: self.w_scale,
+            x_stride: (self.x.stride() / 8) as u32,
             pad0: 0,
             pad1: 0,
-            pad2: 0,
         };
         let grid = self.runs.grid(shrink_columns(self.site, self.max_rank))?;
         let buffers = [&self.x.view, self.factors.pool(self.site), &self.factors.index, &self.runs.aligned.view, &u];

@@ -28,17 +28,35 @@ params! {
 /// Invocations of a workgroup, which packs a row.
 const LANES: u32 = 128;
 
-/// Packed rows: f16 `[rows, width]`, then for each row its exponent, as f16 at the start of eight bytes. With `twice`, what
-/// rounding to f16 took from the values of a row lies behind them as f16, too, and `width` counts both.
+/// In which form a product reads rows that are packed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Form {
+    /// What rounding took is multiplied, too.
+    pub twice: bool,
+    /// Somebody reads the rows themselves: else only their exponents.
+    pub by_row: bool,
+    /// The direct cut of a product that reads blocks.
+    pub cut: Option<MatrixTile>,
+}
+
+impl Form {
+    /// Rows alone, rounded to f16.
+    pub const ROWS: Self = Self { twice: false, by_row: true, cut: None };
+    /// Rows alone, with what rounding takes.
+    pub const TWICE: Self = Self { twice: true, ..Self::ROWS };
+}
+
+/// Packed rows: f16 `[rows, stride]`, then for each row its exponent, as f16 at the start of eight bytes. With `twice`, what
+/// rounding to f16 took from the values of a row lies behind them as f16, too, and who multiplies them once passes over it.
 #[derive(Debug, Clone)]
 pub struct Packed {
     /// Both parts.
     pub view: View,
     /// Rows.
     pub rows: usize,
-    /// K or 2K: a multiple of 8.
+    /// K: a multiple of 8.
     pub width: usize,
-    /// Whether it is 2K.
+    /// Whether what rounding took lies behind them.
     pub twice: bool,
     /// Whether the rows themselves are written: else only their exponents.
     pub by_row: bool,
@@ -82,13 +100,10 @@ impl Packed {
     /// # Errors
     /// Those of [`Recording::scratch`].
     pub fn scratch(rec: &mut Recording, label: &'static str, rows: usize, width: usize) -> Result<Self> {
-        // Shaders read it in words of 16 bytes.
-        let view = rec.scratch(label, (rows * (width / 4 + 1) * 8).next_multiple_of(16) as u64)?;
-        Ok(Self { view, rows, width, twice: false, by_row: true, blocks: None })
+        Self::scratch_for(rec, [label; 2], rows, width, &Form::ROWS)
     }
 
-    /// The same for a product with a direct `cut`, which takes blocks, of which `labels` has the second name; `by_row` where somebody
-    /// reads the rows, too. Without a cut there are rows alone.
+    /// The same in any form; the second label is that of its blocks.
     ///
     /// # Errors
     /// Those of [`Recording::scratch`].
@@ -97,31 +112,34 @@ impl Packed {
         labels: [&'static str; 2],
         rows: usize,
         width: usize,
-        cut: Option<&MatrixTile>,
-        by_row: bool,
+        form: &Form,
     ) -> Result<Self> {
-        let packed = Self::scratch(rec, labels[0], rows, width)?;
-        let Some(cut) = cut else { return Ok(packed) };
-        let blocks = Some(Blocks::scratch(rec, labels[1], rows, width, cut)?);
-        Ok(Self { by_row, blocks, ..packed })
+        let Form { twice, by_row, cut } = *form;
+        let stride = if twice { 2 * width } else { width };
+        // Shaders read it in words of 16 bytes.
+        let view = rec.scratch(labels[0], (rows * (stride / 4 + 1) * 8).next_multiple_of(16) as u64)?;
+        let blocks = cut.map(|cut| Blocks::scratch(rec, labels[1], rows, width, &cut)).transpose()?;
+        Ok(Self { view, rows, width, twice, by_row, blocks })
     }
 
-    /// The same with what rounding takes from them.
-    ///
-    /// # Errors
-    /// Those of [`Recording::scratch`].
-    pub fn scratch_twice(rec: &mut Recording, label: &'static str, rows: usize, width: usize) -> Result<Self> {
-        Ok(Self { twice: true, ..Self::scratch(rec, label, rows, 2 * width)? })
+    /// Whether a product that reads `form` finds it here.
+    pub fn serve(&self, form: &Form) -> bool {
+        (self.twice || !form.twice) && (self.by_row || !form.by_row) && (self.blocks.is_some() || form.cut.is_none())
+    }
+
+    /// From a row to the next, in values.
+    pub fn stride(&self) -> usize {
+        if self.twice { 2 * self.width } else { self.width }
     }
 
     /// Where the exponents begin, in words of eight bytes.
     pub fn exponents(&self) -> u32 {
-        (self.rows * self.width / 4) as u32
+        (self.rows * self.stride() / 4) as u32
     }
 }
 
 /// Semantics: `packed[r] = f16(x[r] · 2^e[r])` with e = 0 where the largest magnitude of the row lies in 2^-5 to 2^7, else
-/// such that it lies just below 2^7 ([`ROW_EXPONENT`](crate::plan::matrix::ROW_EXPONENT)); twice: just below 2^15.
+/// such that it lies just below 2^7 ([`ROW_EXPONENT`](crate::plan::matrix::ROW_EXPONENT)); twice: there always.
 pub struct Pack<'a> {
     /// f32 `[rows, width]`.
     pub x: &'a View,
@@ -144,6 +162,23 @@ pub fn vars(twice: bool, [by_row, blocks]: [bool; 2]) -> Vars {
 /// Which forms of rows a variant writes: rows, blocks or both.
 pub const FORMS: [[bool; 2]; 3] = [[true, false], [false, true], [true, true]];
 
+/// Records the packing of x, f32 `[rows, width]`, in one form.
+///
+/// # Errors
+/// When the device refuses the shader or has no room for scratch.
+pub fn pack(
+    rec: &mut Recording,
+    pass: &mut wgpu::ComputePass<'_>,
+    labels: [&'static str; 2],
+    x: &View,
+    [rows, width]: [usize; 2],
+    form: &Form,
+) -> Result<Packed> {
+    let packed = Packed::scratch_for(rec, labels, rows, width, form)?;
+    Pack { x, packed: &packed }.record(rec, pass)?;
+    Ok(packed)
+}
+
 impl Pack<'_> {
     /// Records the stage.
     ///
@@ -153,7 +188,7 @@ impl Pack<'_> {
         let Packed { rows, width, twice, by_row, ref blocks, .. } = *self.packed;
         let kernel = if blocks.is_some() { &PACK_BLOCKS } else { &PACK };
         let pipeline = pipeline(rec.gpu(), kernel, vars(twice, [by_row, blocks.is_some()]))?;
-        let quads = (width / if twice { 8 } else { 4 }) as u32;
+        let quads = (width / 4) as u32;
         let [per_row, block_exponents] = blocks.as_ref().map_or([0; 2], |b| [b.per_row as u32, b.exponents]);
         let params = PackParams { rows: rows as u32, quads, blocks: per_row, block_exponents };
         let mut buffers = vec![self.x, &self.packed.view];

@@ -123,17 +123,17 @@ impl PairShrink<'_> {
         Ok(Shrunk { u, max_rank, chunks: 1, pool: self.factors.pool(self.site).clone() })
     }
 
-    /// Records the stage for rows that are packed, `[rows / row_div, in]` in the place of x. Returns u for a product that adds it:
+    /// Records the stage for rows that are packed, `[rows / row_div, in]` in the place of x and `stride` values apart. Returns u for a product that adds it:
     /// f16 `[P, projections, max_rank]`, with the rows' powers of two and divided by 2^[`LIFT`]. No factor has a bias.
     ///
     /// # Errors
     /// When the device refuses the shader or has no room for u.
-    pub fn record_packed(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<View> {
+    pub fn record_packed(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, stride: usize) -> Result<View> {
         let max_rank = self.max_rank.next_multiple_of(EDGE as usize);
         let u = rec.scratch("lora u", (self.rows * self.site.out_dims.len() * max_rank * 2) as u64)?;
         let vars = packed_vars(rec.gpu().capabilities(), self.ids.is_none(), self.site.in_dim);
         let pipeline = pipeline(rec.gpu(), &PAIR_SHRINK_PACKED, vars)?;
-        self.dispatch(rec, pass, &pipeline, &u, max_rank, [self.site.in_dim / 8, 2]);
+        self.dispatch(rec, pass, &pipeline, &u, max_rank, [stride / 8, 2]);
         Ok(u)
     }
 

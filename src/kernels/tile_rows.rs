@@ -24,12 +24,12 @@ params! {
         blocks: u32,
         /// Word of `sorted_token_ids`.
         sorted_base: u32,
+        /// Groups from a row of x to the next.
+        x_stride: u32,
         /// Padding.
         pad0: u32,
         /// Padding.
         pad1: u32,
-        /// Padding.
-        pad2: u32,
     }
 }
 
@@ -72,9 +72,9 @@ impl TileRows<'_> {
             groups: (self.x.width / 8) as u32,
             blocks: blocks.per_row as u32,
             sorted_base: self.aligned.sorted_base,
+            x_stride: (self.x.stride() / 8) as u32,
             pad0: 0,
             pad1: 0,
-            pad2: 0,
         };
         let buffers = [&self.x.view, &self.aligned.view, &blocks.view];
         let grid = self.aligned.grid(columns(&self.cut))?;

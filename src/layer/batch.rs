@@ -227,7 +227,7 @@ mod tests {
             max_rank,
             folds: true,
             aligned: None,
-            matrix_aligned: None,
+            matrix_runs: None,
         }
     }
 

@@ -2,15 +2,16 @@
 
 use crate::error::Result;
 use crate::kernels::dense_gemm::{Cut, DenseGemm};
-use crate::kernels::expert_gemm::{ExpertGemm, Rows, Weights, dense_on_matrices};
+use crate::kernels::expert_gemm::{ExpertGemm, Rows, Weights, dense_form, dense_on_matrices};
 use crate::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Folded};
 use crate::kernels::lora::{Factors, LoraSite};
 use crate::kernels::lora_matrix::LoraShrinkMatrix;
-use crate::kernels::pack::{Pack, Packed};
+use crate::kernels::pack::{Form, Packed, pack};
 use crate::kernels::pair_shrink::{PairShrink, Shrunk};
 use crate::kernels::{Recording, View};
 use crate::layer::LoraBatch;
-use crate::plan::matrix::{self, EDGE};
+use crate::plan::capabilities::Capabilities;
+use crate::plan::matrix::{EDGE, MatrixTile};
 use crate::plan::rows;
 
 /// Semantics: `y[t] (+)= W · x[t]`, and what the adapter of token t changes at the site.
@@ -19,10 +20,12 @@ pub struct Dense<'a> {
     pub tokens: usize,
     /// f32 `[T, in]`.
     pub x: &'a View,
+    /// The same, as somebody has packed it for this product; `None` where it has to pack x itself.
+    pub packed: Option<&'a Packed>,
     /// One matrix `[out, in]`.
     pub weights: &'a Weights,
     /// The adapters of the batch, the site and its factors; `None` where no token has one.
-    pub adapters: Option<(&'a LoraBatch, &'a LoraSite, &'a Factors)>,
+    pub adapters: Option<Adapters<'a>>,
     /// f32 `[T, out]`, written or added to.
     pub y: &'a View,
     /// Add to y.
@@ -33,7 +36,67 @@ pub struct Dense<'a> {
     pub status: &'a View,
 }
 
+/// The adapters of the batch, a site and its factors.
+pub(crate) type Adapters<'a> = (&'a LoraBatch, &'a LoraSite, &'a Factors);
+
+/// Those that change what the site computes.
+fn changing(adapters: Option<Adapters<'_>>) -> Option<Adapters<'_>> {
+    adapters.filter(|(batch, site, factors)| batch.adapts(site, factors))
+}
+
+/// How a product is recorded.
+enum Way {
+    /// Few rows, a row of the weights a subgroup.
+    Few(Cut),
+    /// On cooperative matrices, adapters included.
+    Folded(MatrixTile),
+    /// On cooperative matrices, and the adapters behind it.
+    Matrix(MatrixTile),
+    /// In f32, and the adapters behind it.
+    Plain,
+}
+
+impl Way {
+    /// That of `tokens` rows, with the adapters that change the site.
+    fn of(caps: &Capabilities, tokens: usize, weights: &Weights, adapters: Option<Adapters<'_>>, exact: bool) -> Self {
+        if let Some(cut) = Cut::of(caps, tokens, weights.out_dim, weights.in_dim).filter(|_| !exact) {
+            return Self::Few(cut);
+        }
+        let Some(tile) = dense_on_matrices(caps, tokens, weights, exact) else { return Self::Plain };
+        let folds = |(batch, ..): Adapters<'_>| {
+            batch.folded(weights, tile.height as usize, tokens)
+                && batch.has_room(caps, Some(tile).filter(|cut| cut.direct), tokens)
+                && (rows::tokens_apart(caps, tokens) || batch.matrix_runs.is_some())
+        };
+        if adapters.is_some_and(folds) && !exact { Self::Folded(tile) } else { Self::Matrix(tile) }
+    }
+
+    /// In which form it reads rows that are packed.
+    fn form(&self, exact: bool) -> Option<Form> {
+        match *self {
+            // The shrink reads rows.
+            Self::Folded(tile) => Some(Form { cut: Some(tile).filter(|cut| cut.direct), ..Form::ROWS }),
+            Self::Matrix(tile) => Some(dense_form(tile, exact)),
+            Self::Few(_) | Self::Plain => None,
+        }
+    }
+}
+
+/// Names of the scratch of rows that are packed.
+const LABELS: [&str; 2] = ["packed", "packed blocks"];
+
 impl Dense<'_> {
+    /// In which form such a product reads rows that are packed; `None` where it reads f32.
+    pub(crate) fn form(
+        caps: &Capabilities,
+        tokens: usize,
+        weights: &Weights,
+        adapters: Option<Adapters<'_>>,
+        exact: bool,
+    ) -> Option<Form> {
+        Way::of(caps, tokens, weights, changing(adapters), exact).form(exact)
+    }
+
     /// Records the product and the adapters: a shrink and a product that adds the rest where rows are few and a subgroup reads a
     /// row of the weights together, or on cooperative matrices; else the product alone and both halves of the adapters.
     ///
@@ -42,29 +105,37 @@ impl Dense<'_> {
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         let Self { tokens, x, weights, y, accumulate, exact, .. } = *self;
         let Weights { out_dim, in_dim, .. } = *weights;
-        let adapters = self.adapters.filter(|(batch, site, factors)| batch.adapts(site, factors));
-        let caps = rec.gpu().capabilities().clone();
-        let cut = Cut::of(&caps, tokens, out_dim, in_dim).filter(|_| !exact);
-        if let (None, Some(tile), Some(adapters)) = (cut, dense_on_matrices(&caps, tokens, weights, false), adapters)
-            && !exact
-            && adapters.0.folded(weights, tile.height as usize, tokens)
-            && adapters.0.has_room(&caps, Some(tile).filter(|cut| cut.direct), tokens)
-            && (rows::tokens_apart(&caps, tokens) || adapters.0.matrix_runs.is_some())
-        {
-            return self.record_folded(rec, pass, adapters);
-        }
-        let Some(cut) = cut else {
-            let (rows, row_div, select, y_stride) = (tokens, 1, Rows::Dense, out_dim);
-            ExpertGemm { rows, row_div, select, x, weights, y, y_stride, accumulate, exact }.record(rec, pass)?;
-            let Some((batch, site, factors)) = adapters else { return Ok(()) };
-            return batch.record_dense(rec, pass, site, factors, tokens, x, y);
-        };
-        let shrunk = match adapters {
+        let adapters = changing(self.adapters);
+        let way = Way::of(rec.gpu().capabilities(), tokens, weights, adapters, exact);
+        let packed = match way.form(exact) {
             None => None,
-            Some(adapters) => Some((self.shrink(adapters, x).record(rec, pass)?, adapters.1)),
+            Some(form) => Some(match self.packed.filter(|packed| packed.serve(&form)) {
+                Some(packed) => packed.clone(),
+                None => pack(rec, pass, LABELS, x, [tokens, in_dim], &form)?,
+            }),
         };
-        let adapters = shrunk.as_ref().map(|(shrunk, site)| (shrunk, *site));
-        DenseGemm { rows: tokens, cut, x, weights, adapters, y, accumulate }.record(rec, pass)
+        match (&way, &packed, adapters) {
+            (Way::Few(cut), ..) => {
+                let shrunk = match adapters {
+                    None => None,
+                    Some(adapters) => Some((self.shrink(adapters, x).record(rec, pass)?, adapters.1)),
+                };
+                let adapters = shrunk.as_ref().map(|(shrunk, site)| (shrunk, *site));
+                return DenseGemm { rows: tokens, cut: *cut, x, weights, adapters, y, accumulate }.record(rec, pass);
+            }
+            (Way::Folded(_), Some(packed), Some(adapters)) => {
+                return self.record_folded(rec, pass, packed, adapters);
+            }
+            _ => {}
+        }
+        let (rows, row_div, select, y_stride) = (tokens, 1, Rows::Dense, out_dim);
+        let gemm = ExpertGemm { rows, row_div, select, x, weights, y, y_stride, accumulate, exact };
+        match &packed {
+            Some(packed) => gemm.record_packed(rec, pass, packed)?,
+            None => gemm.record(rec, pass)?,
+        }
+        let Some((batch, site, factors)) = adapters else { return Ok(()) };
+        batch.record_dense(rec, pass, site, factors, tokens, x, y)
     }
 
     /// Records the product with the first half of the adapters beside it, for a reader of y that adds the other half. `u` gives the
@@ -80,9 +151,7 @@ impl Dense<'_> {
         u: impl FnOnce(&mut Recording, usize) -> Result<Option<View>>,
     ) -> Result<Option<Shrunk>> {
         let Self { tokens, x, weights, y, accumulate, exact, .. } = *self;
-        let Some(adapters) = self.adapters.filter(|(batch, site, factors)| batch.adapts(site, factors)) else {
-            return Ok(None);
-        };
+        let Some(adapters) = changing(self.adapters) else { return Ok(None) };
         let cut = Cut::of(rec.gpu().capabilities(), tokens, weights.out_dim, weights.in_dim).filter(|_| !exact);
         let Some(cut) = cut else { return Ok(None) };
         let shrink = self.shrink(adapters, x);
@@ -93,7 +162,7 @@ impl Dense<'_> {
     }
 
     /// The first half of the adapters of tokens one by one.
-    fn shrink<'b>(&'b self, adapters: (&'b LoraBatch, &'b LoraSite, &'b Factors), x: &'b View) -> PairShrink<'b> {
+    fn shrink<'b>(&'b self, adapters: Adapters<'b>, x: &'b View) -> PairShrink<'b> {
         let (batch, site, factors) = adapters;
         PairShrink {
             rows: self.tokens,
@@ -111,24 +180,20 @@ impl Dense<'_> {
         }
     }
 
-    /// A product on cooperative matrices that adds the adapters.
+    /// A product on cooperative matrices that adds the adapters, for rows that are packed.
     fn record_folded(
         &self,
         rec: &mut Recording,
         pass: &mut wgpu::ComputePass<'_>,
-        adapters: (&LoraBatch, &LoraSite, &Factors),
+        x: &Packed,
+        adapters: Adapters<'_>,
     ) -> Result<()> {
         let (batch, site, factors) = adapters;
-        let Weights { out_dim, in_dim, .. } = *self.weights;
-        let direct = matrix::dense(rec.gpu().capabilities(), self.tokens, out_dim, false).filter(|cut| cut.direct);
-        let labels = ["packed", "packed blocks"];
-        let packed = Packed::scratch_for(rec, labels, self.tokens, in_dim, direct.as_ref(), true)?;
-        Pack { x: self.x, packed: &packed }.record(rec, pass)?;
         let (rows, row_div, max_rank) = (self.tokens, 1, batch.max_rank.next_multiple_of(EDGE as usize));
         let u = match &batch.matrix_runs {
-            None => self.shrink(adapters, &packed.view).record_packed(rec, pass)?,
+            None => self.shrink(adapters, &x.view).record_packed(rec, pass, x.stride())?,
             Some(runs) => {
-                let (w_scale, x, folded) = (1.0, &packed, true);
+                let (w_scale, folded) = (1.0, true);
                 LoraShrinkMatrix { rows, row_div, runs, max_rank, w_scale, site, factors, x, folded }
                     .record(rec, pass)?
             }
@@ -136,7 +201,7 @@ impl Dense<'_> {
         let (token_lora_mapping, top_k, slots, experts) = (&batch.token_lora_mapping, 1, batch.slots, 1);
         let used = batch.adapters();
         let folded = Folded { u, max_rank, token_lora_mapping, top_k, slots, used, experts, site, factors };
-        let (select, x, weights, y, y_stride) = (Rows::Dense, &packed, self.weights, self.y, out_dim);
+        let (select, weights, y, y_stride) = (Rows::Dense, self.weights, self.y, self.weights.out_dim);
         let (accumulate, adapters) = (self.accumulate, Some(&folded));
         ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, adapters }.record(rec, pass)
     }

@@ -9,6 +9,7 @@ use crate::kernels::combine::Combine;
 use crate::kernels::expert_gemm::{ExpertGemm, Rows};
 use crate::kernels::localise::Localise;
 use crate::kernels::lora::{self, Lora};
+use crate::kernels::pack::{Form, Packed};
 use crate::kernels::remap::Remap;
 use crate::kernels::{Recording, View};
 use crate::layer::{LoraBatch, MoeLayer, MoeTensors, Routed};
@@ -28,6 +29,24 @@ impl MoeLayer {
         pass: &mut wgpu::ComputePass<'_>,
         t: &MoeTensors<'_>,
         routed: &Routed,
+    ) -> Result<()> {
+        self.experts_of(rec, pass, t, routed, None)
+    }
+
+    /// In which form the experts read rows that are packed; `None` where they read f32, or nothing.
+    pub(super) fn experts_form(&self, caps: &Capabilities, t: &MoeTensors<'_>) -> Option<Form> {
+        let none = self.experts == 0 || self.width == 0 || self.few(caps, t).is_some();
+        self.matrix_tile(caps, t.tokens * self.shape.top_k).filter(|_| !none).map(|_| Form::ROWS)
+    }
+
+    /// The same as [`experts`](Self::experts) for x that may be `packed`.
+    pub(super) fn experts_of(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        t: &MoeTensors<'_>,
+        routed: &Routed,
+        packed: Option<&Packed>,
     ) -> Result<()> {
         if self.activation == Activation::ReluSquared {
             return Err(Error::new(ErrorKind::Unsupported, "layer: experts without a gate are not implemented"));
@@ -65,11 +84,11 @@ impl MoeLayer {
             _ => routed.topk_ids.clone(),
         };
 
-        if let Some(few) = self.few(rec, t) {
+        if let Some(few) = self.few(&caps, t) {
             return self.few_pairs(rec, pass, t, routed, &ids, (few, None));
         }
         if let Some(tile) = self.matrix_tile(&caps, pairs) {
-            return self.on_matrices(rec, pass, t, routed, &ids, tile);
+            return self.on_matrices(rec, pass, t, routed, &ids, (tile, packed));
         }
 
         // Virtual ids, then tiles of both streams.

@@ -14,13 +14,14 @@ use crate::kernels::pair_gemm_shrink::{self, PairGemmShrink};
 use crate::kernels::pair_shrink::{PairShrink, Shrunk};
 use crate::kernels::{Recording, View};
 use crate::layer::{LoraBatch, MoeLayer, MoeTensors, Routed};
+use crate::plan::capabilities::Capabilities;
 use crate::plan::rows::{self, Few};
 use crate::shape::MoeShape;
 
 impl MoeLayer {
     /// How this layer takes the tokens of `t`, where they are few.
-    pub(super) fn few(&self, rec: &Recording, t: &MoeTensors<'_>) -> Option<Few> {
-        let few = rows::few(rec.gpu().capabilities(), t.tokens, self.shape.top_k, self.experts)?;
+    pub(super) fn few(&self, caps: &Capabilities, t: &MoeTensors<'_>) -> Option<Few> {
+        let few = rows::few(caps, t.tokens, self.shape.top_k, self.experts)?;
         pair_gemm::gated(&self.gate_up).then_some(few)
     }
 
@@ -29,7 +30,7 @@ impl MoeLayer {
     pub(super) fn chooses_late(&self, rec: &Recording, t: &MoeTensors<'_>) -> bool {
         let MoeShape { experts, top_k, .. } = self.shape;
         let rank = self.owners.is_none() && self.experts == experts && self.width > 0;
-        rank && self.few(rec, t) == Some(Few::Single)
+        rank && self.few(rec.gpu().capabilities(), t) == Some(Few::Single)
             && self.activation.gated()
             && choice::possible(rec.gpu().capabilities(), &self.options, experts, top_k)
             && (t.lora.is_none() || self.shrinks_beside(rec, t))
@@ -43,7 +44,7 @@ impl MoeLayer {
         t: &MoeTensors<'_>,
     ) -> Result<Routed> {
         let MoeShape { experts, top_k, .. } = self.shape;
-        let logits = &self.router(rec, pass, t)?;
+        let logits = &self.router(rec, pass, t, None)?;
         let topk = &Topk::scratch(rec, t.tokens * top_k)?;
         let routed = Routed { topk_ids: topk.ids(), local: false, topk_weights: topk.weights() };
         let choice = Choice { options: &self.options, experts, logits, topk, status: t.status };

@@ -9,10 +9,10 @@ use crate::kernels::expert_gemm::{Rows, Weights};
 use crate::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Folded};
 use crate::kernels::lora::LoraSite;
 use crate::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
-use crate::kernels::pack::{Blocks, Pack, Packed};
+use crate::kernels::pack::{Blocks, Form, Packed, pack};
 use crate::kernels::runs::{AlignRuns, Runs};
 use crate::kernels::{Recording, View};
-use crate::layer::{LoraBatch, MoeLayer, MoeTensors, Routed};
+use crate::layer::{LABELS, LoraBatch, MoeLayer, MoeTensors, Routed};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::matrix::{self, EDGE, MatrixTile};
 use crate::plan::rows;
@@ -62,7 +62,7 @@ impl MoeLayer {
         Some(tile)
     }
 
-    /// Records the experts for local `ids`, i32 `[P]`, in tiles of `tile` pairs, and the sum by weight.
+    /// Records the experts for local `ids`, i32 `[P]`, in tiles of `tile` pairs, and the sum by weight. x may be `packed`.
     pub(super) fn on_matrices(
         &self,
         rec: &mut Recording,
@@ -70,7 +70,7 @@ impl MoeLayer {
         t: &MoeTensors<'_>,
         routed: &Routed,
         ids: &View,
-        tile: usize,
+        (tile, packed): (usize, Option<&Packed>),
     ) -> Result<()> {
         let MoeShape { top_k: a, hidden: d, .. } = self.shape;
         let caps = rec.gpu().capabilities().clone();
@@ -79,8 +79,10 @@ impl MoeLayer {
         let columns: Vec<u32> = self.gate_up.columns(&caps, tile).chain(self.down.columns(&caps, tile)).collect();
         let (aligned, runs) = self.sorted(rec, pass, t, ids, tile, &columns)?;
 
-        let x = Packed::scratch(rec, "packed x", t.tokens, d)?;
-        Pack { x: t.x, packed: &x }.record(rec, pass)?;
+        let x = match packed.filter(|packed| packed.serve(&Form::ROWS)) {
+            Some(packed) => packed.clone(),
+            None => pack(rec, pass, LABELS, t.x, [t.tokens, d], &Form::ROWS)?,
+        };
         let adapters = |down: bool| {
             let (_, sites, _) = t.lora?;
             Some(self.site(sites, down)).filter(|site| t.adapts(site))
@@ -224,7 +226,10 @@ impl MoeLayer {
         let token_lora_mapping = &batch.token_lora_mapping;
         let max_rank = batch.max_rank.next_multiple_of(if folded { EDGE as usize } else { 8 });
         let u = match product.runs {
-            None => self.shrink(t, (batch, site, factors), &x.view, row_div, product.ids).record_packed(rec, pass)?,
+            None => {
+                let shrink = self.shrink(t, (batch, site, factors), &x.view, row_div, product.ids);
+                shrink.record_packed(rec, pass, x.stride())?
+            }
             Some(runs) => {
                 let w_scale = 2f32.powi(exponent);
                 LoraShrinkMatrix { rows, row_div, runs, max_rank, w_scale, site, factors, x, folded }

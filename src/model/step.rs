@@ -197,6 +197,7 @@ impl Model {
             Dense {
                 tokens: t.logit_rows,
                 x: &x,
+                packed: None,
                 weights: self.head(),
                 adapters: adapters.as_ref().map(|(batch, site, factors)| (batch, *site, *factors)),
                 y: &logits,
@@ -375,7 +376,7 @@ impl LayerStep<'_> {
         let (tokens, status, exact) = (self.t.rows, self.t.status, false);
         let factors = self.pool.layer(self.layer).1;
         let adapters = self.t.lora.as_ref().map(|batch| (batch, site, factors));
-        Dense { tokens, x, weights, adapters, y, accumulate, exact, status }
+        Dense { tokens, x, packed: None, weights, adapters, y, accumulate, exact, status }
     }
 
     /// The norm of `hidden`.

@@ -25,7 +25,7 @@ use crate::gpu_run::{Output, run_in, upload, weights};
 
 pub const SHAPE: MoeShape = MoeShape { experts: 8, top_k: 3, hidden: 24, expert_width: 16 };
 /// Every scratch buffer of a layer, and words that are enough for each.
-const SCRATCH: [&str; 24] = [
+const SCRATCH: [&str; 23] = [
     "router logits",
     "topk_ids",
     "topk",
@@ -42,7 +42,6 @@ const SCRATCH: [&str; 24] = [
     "lora u",
     "pair sums",
     "packed",
-    "packed twice",
     "packed blocks",
     "x in blocks",
     "h in blocks",
