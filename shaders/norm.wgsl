@@ -1,6 +1,5 @@
 // RMS norm: out[i] = x[r] / sqrt(mean(x[r]^2) + eps) * weight, where r = i, or gather[i] with `gathered`. One
-// workgroup a row. With `loads` a lane has at most that many vec4 of the row and keeps them: all that is read is on its way
-// before anything waits.
+// workgroup a row.
 struct NormParams {
     rows: u32,
     // D / 4.
@@ -42,26 +41,7 @@ fn main(
     {% else %}
     let source = row * params.quads;
     {% endif %}
-    var squares = 0.0;
-    {% if loads %}
-    {% for n in range(loads) %}
-    let i{{ n }} = lane + {{ n * lanes }}u;
-    let at{{ n }} = min(i{{ n }}, params.quads - 1u);
-    let read{{ n }} = x[source + at{{ n }}];
-    let weight{{ n }} = weight[at{{ n }}];
-    {% endfor %}
-    {% for n in range(loads) %}
-    let v{{ n }} = select(vec4<f32>(), read{{ n }}, i{{ n }} < params.quads);
-    squares = squares + dot(v{{ n }}, v{{ n }});
-    {% endfor %}
-    {% else %}
-    for (var i = lane; i < params.quads; i = i + {{ lanes }}u) {
-        let v = x[source + i];
-        squares = squares + dot(v, v);
-    }
-    {% endif %}
-    squares = reduce_sum(squares, lane);
-    let factor = inverseSqrt(squares * params.scale + params.eps);
+    {% include "shared/norm_row.wgsl" %}
     {% if loads %}
     {% for n in range(loads) %}
     if (i{{ n }} < params.quads) {

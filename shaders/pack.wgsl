@@ -31,17 +31,7 @@ struct PackParams {
 {% if blocks %}
 {% include "shared/blocks.wgsl" %}
 {% endif %}
-
-{% if twice %}
-// Rounded to the digits of f16 by their bits: a compiler may take a conversion there and back for nothing. What is no finite
-// number stays what it is.
-fn rounded(v: vec4<f32>) -> vec4<f32> {
-    let bits = bitcast<vec4<u32>>(v);
-    let up = bits + 0xfffu + ((bits >> vec4<u32>(13u)) & vec4<u32>(1u));
-    let finite = (bits & vec4<u32>(0x7f800000u)) != vec4<u32>(0x7f800000u);
-    return bitcast<vec4<f32>>(select(bits, up & vec4<u32>(0xffffe000u), finite));
-}
-{% endif %}
+{% include "shared/packed_row.wgsl" %}
 
 @compute @workgroup_size({{ lanes }})
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
@@ -50,38 +40,14 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         return;
     }
     let begin = row * params.quads;
-    let to = begin{% if twice %} * 2u{% endif %};
     var most = 0u;
     for (var q = lane; q < params.quads; q = q + {{ lanes }}u) {
-        let v = bitcast<vec4<u32>>(abs(x[begin + q]));
-        most = max(most, max(max(v.x, v.y), max(v.z, v.w)));
+        most = max(most, most_of(x[begin + q]));
     }
-    let shift = {{ "operand_shift" if twice else "row_shift" }}(reduce_max_u32(most, lane));
+    let shift = shift_of(reduce_max_u32(most, lane));
     let scale = power_of_two(shift);
     for (var q = lane; q < params.quads; q = q + {{ lanes }}u) {
-        let v = x[begin + q] * scale;
-        {% if twice %}
-        let near = rounded(v);
-        packed[to + q] = vec4<f16>(near);
-        packed[to + params.quads + q] = vec4<f16>(v - near);
-        {% else %}
-        {% if by_row %}
-        packed[to + q] = vec4<f16>(v);
-        {% endif %}
-        {% if blocks %}
-        blocks[block_quad(row, q, params.blocks)] = vec4<f16>(v);
-        {% endif %}
-        {% endif %}
+        store_packed(row, q, x[begin + q] * scale);
     }
-    {% if blocks %}
-    for (var q = params.quads + lane; q < params.blocks * 4u; q = q + {{ lanes }}u) {
-        blocks[block_quad(row, q, params.blocks)] = vec4<f16>();
-    }
-    if (lane == 0u) {
-        blocks[params.block_exponents + row] = vec4<f16>(f16(shift));
-    }
-    {% endif %}
-    if (lane == 0u) {
-        packed[params.rows * params.quads{% if twice %} * 2u{% endif %} + row] = vec4<f16>(f16(shift));
-    }
+    end_packed(row, shift, lane);
 }

@@ -11,6 +11,7 @@ mod tiles;
 
 pub use batch::LoraBatch;
 pub(crate) use batch::distinct;
+pub(crate) use dense::Adapters;
 pub use dense::Dense;
 
 use crate::activation::Activation;
@@ -19,10 +20,9 @@ use crate::error::Result;
 use crate::kernels::expert_gemm::Weights;
 use crate::kernels::localise::Owners;
 use crate::kernels::lora::{Factors, LoraSite};
-use crate::kernels::pack::{Form, Packed, pack};
+use crate::kernels::pack::{Packed, Reads, pack};
 use crate::kernels::route::Route;
 use crate::kernels::{Recording, View};
-use crate::layer::dense::Adapters;
 use crate::plan::capabilities::Capabilities;
 use crate::router::RouteOptions;
 use crate::shape::MoeShape;
@@ -113,23 +113,41 @@ impl MoeLayer {
     /// # Errors
     /// Those of [`route`](Self::route) and [`experts`](Self::experts).
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, t: &MoeTensors<'_>) -> Result<Routed> {
+        let caps = rec.gpu().capabilities();
+        let packed = match [self.router_reads(caps, t), self.experts_reads(caps, t)].map(|reads| reads.packed) {
+            // Both read what is packed for the router.
+            [Some(form), Some(_)] => Some(pack(rec, pass, LABELS, t.x, [t.tokens, self.shape.hidden], &form)?),
+            _ => None,
+        };
+        self.record_rows(rec, pass, t, packed.as_ref())
+    }
+
+    /// The same for x that may be `packed`, as [`reads`](Self::reads) says.
+    pub(crate) fn record_rows(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        t: &MoeTensors<'_>,
+        packed: Option<&Packed>,
+    ) -> Result<Routed> {
         if self.chooses_late(rec, t) {
             return self.record_choosing(rec, pass, t);
         }
-        let caps = rec.gpu().capabilities();
-        let packed = match (self.router_form(caps, t), self.experts_form(caps, t)) {
-            // Rows packed twice serve both.
-            (Some(form), Some(_)) => Some(pack(rec, pass, LABELS, t.x, [t.tokens, self.shape.hidden], &form)?),
-            _ => None,
-        };
-        let routed = self.route_rows(rec, pass, t, packed.as_ref())?;
-        self.experts_of(rec, pass, t, &routed, packed.as_ref())?;
+        let routed = self.route_rows(rec, pass, t, packed)?;
+        self.experts_rows(rec, pass, t, &routed, packed)?;
         Ok(routed)
     }
 
-    /// In which form the router reads rows that are packed; `None` where it reads f32.
-    fn router_form(&self, caps: &Capabilities, t: &MoeTensors<'_>) -> Option<Form> {
-        Dense::form(caps, t.tokens, &self.router, t.router_adapters(), true)
+    /// In which forms the layer reads x.
+    pub(crate) fn reads(&self, caps: &Capabilities, t: &MoeTensors<'_>) -> Reads {
+        let [router, experts] = [self.router_reads(caps, t), self.experts_reads(caps, t)];
+        // Rows that are packed twice serve experts, too.
+        Reads { plain: router.plain || experts.plain, packed: router.packed.or(experts.packed) }
+    }
+
+    /// In which forms the router reads x.
+    pub(crate) fn router_reads(&self, caps: &Capabilities, t: &MoeTensors<'_>) -> Reads {
+        Dense::reads(caps, t.tokens, &self.router, t.router_adapters(), true)
     }
 
     /// Records the router and its adapters, and returns the logits, f32 `[T, E]`. x may be `packed`.
@@ -165,7 +183,7 @@ impl MoeLayer {
     }
 
     /// The same for x that may be `packed`.
-    fn route_rows(
+    pub(crate) fn route_rows(
         &self,
         rec: &mut Recording,
         pass: &mut wgpu::ComputePass<'_>,

@@ -7,10 +7,13 @@ mod gpu_run;
 #[path = "common/moe.rs"]
 mod moe;
 
+use std::path::Path;
+
 use common::Rng;
 use gpu_run::posing;
 use moe::{Batch, OnDevice, SHAPE, Twin, adapter, pin, poisoned};
 use wgmoe::adapter::Site;
+use wgmoe::checkpoint::MlpKind;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::expert_gemm::{self, EXPERT_GEMM};
 use wgmoe::kernels::expert_gemm_direct::{self, EXPERT_GEMM_DIRECT};
@@ -20,7 +23,8 @@ use wgmoe::placement::Placement;
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::matrix::{self, tiles};
 use wgmoe::plan::pieces::cut;
-use wgmoe::{Gpu, GpuInfo, Tier};
+use wgmoe::plan::tuning::Tuning;
+use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, Gpu, GpuInfo, LoadOptions, Model, Request, Tier};
 use wgpu::{AdapterInfo, Backend, CooperativeMatrixProperties, CooperativeScalarType, DeviceType, Features, Limits};
 
 const MIB: u64 = 1 << 20;
@@ -199,5 +203,74 @@ fn a_layer_with_adapters_is_recorded_within_the_limits_of_every_known_device() {
             gpu_run::run_in(&mut poisoned(&gpu), |rec, pass| batch.record(rec, pass, &twin.device, Some(&pool)));
         }
         assert!(gpu.tier() == Tier::Baseline || known.subgroups.is_some());
+    }
+}
+
+/// The labels of a prompt of 200 tokens, all of whose logits are wanted, and how many layers have experts, and have not.
+fn prompt_labels(gpu: &Gpu, adapter: Option<&str>) -> (Vec<String>, [usize; 2]) {
+    let folder = Path::new("tests/data/tiny/qwen3_moe");
+    let checkpoint = Checkpoint::open(folder).unwrap();
+    let (model, _) = Model::load(gpu, &checkpoint, &LoadOptions::default(), &mut |_, _| {}).unwrap();
+    let mut engine = Engine::new(gpu, model, EngineOptions { adapter_slots: 1, ..EngineOptions::default() }).unwrap();
+    let adapter = adapter.map(|name| {
+        let adapter = Adapter::open(&folder.join("adapters").join(name), engine.config()).unwrap();
+        engine.load_adapter(name, &adapter).unwrap()
+    });
+    let prompt = (0..200).map(|t| t % 256).collect();
+    engine.submit(Request { prompt, adapter, max_tokens: 0, logits: true, ..Request::default() }).unwrap();
+    engine.labels();
+    while !engine.is_idle() {
+        engine.begin_step().unwrap();
+        engine.wait().unwrap();
+    }
+    let of = |kind: MlpKind| engine.config().layers.iter().filter(|layer| **layer == kind).count();
+    let layers = [MlpKind::Experts, MlpKind::Dense].map(of);
+    (engine.labels(), layers)
+}
+
+#[test]
+fn many_rows_on_matrices_are_packed_by_the_norms_that_make_them() {
+    for gpu in DEVICES.iter().map(open).filter(|gpu| gpu.capabilities().matrix) {
+        for exact in [false, true] {
+            let own = gpu.capabilities();
+            let tuning = Tuning { exact_matrix_rows: if exact { 9 } else { 1 << 16 }, ..own.tuning };
+            let gpu = gpu.with_capabilities(Capabilities { tuning, ..own.clone() });
+            for adapter in [None, Some("attn_only"), Some("all_linear")] {
+                let (labels, [experts, dense]) = prompt_labels(&gpu, adapter);
+                let stem = |stem: &str| labels.iter().filter(|l| l.split('[').next() == Some(stem)).count();
+                let norms = |word: &str| {
+                    let has = |l: &&String| l.trim_end_matches(']').split(' ').any(|w| w == word);
+                    labels.iter().filter(|l| l.starts_with("norm_pack[")).filter(has).count()
+                };
+                let layers = experts + dense;
+                // What attention leaves is packed apart, and the activations of a dense layer.
+                let expected = [0, 2 * layers + 1, layers + dense];
+                assert_eq!([stem("norm"), stem("norm_pack"), stem("pack")], expected, "{labels:?}");
+                assert_eq!(norms("twice"), if exact { experts } else { 0 }, "{labels:?}");
+                // f32 is written for a router that reads it; its adapters do, too.
+                if adapter != Some("all_linear") {
+                    assert_eq!(norms("plain"), if exact { 0 } else { experts }, "{labels:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_layer_on_matrices_packs_its_tokens_once() {
+    for gpu in DEVICES.iter().map(open).filter(|gpu| gpu.capabilities().matrix) {
+        let own = gpu.capabilities();
+        let tuning = Tuning { exact_matrix_rows: 9, ..own.tuning };
+        let gpu = gpu.with_capabilities(Capabilities { tuning, ..own.clone() });
+        let twin = Twin::new(&gpu, DType::Bf16, Placement::linear(8, 1, 0).unwrap());
+        let (tokens, mut rec) = (300, poisoned(&gpu));
+        let x = Rng::new(7).floats(tokens * SHAPE.hidden);
+        let batch = OnDevice::new(&gpu, &Batch { x, mapping: vec![-1; tokens], residual: None });
+        rec.labels();
+        gpu_run::run_in(&mut rec, |rec, pass| batch.record(rec, pass, &twin.device, None));
+        let labels = rec.labels();
+        let packs: Vec<bool> =
+            labels.iter().filter(|l| l.starts_with("pack[")).map(|l| l.contains(" twice ")).collect();
+        assert_eq!(packs, [true], "{labels:?}");
     }
 }

@@ -15,8 +15,8 @@ use wgmoe::kernels::variants::variants;
 use wgmoe::kernels::{
     activation, align, attention, attention_matrix, attention_split, combine, count, dense_gemm, down_combine, embed,
     expand_norm, expert_gemm, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather, lora_matrix, matrix_probe,
-    norm, pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate, remap, rope, route, sample,
-    stream, tile_rows,
+    norm, norm_pack, pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate, remap, rope,
+    route, sample, stream, tile_rows,
 };
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::classes::classes;
@@ -60,6 +60,7 @@ fn params_of(stem: &str) -> Layout {
         "combine_tiles" => layout::<combine::CombineTilesParams>(),
         "embed" => layout::<embed::EmbedParams>(),
         "norm" => layout::<norm::NormParams>(),
+        "norm_pack" => layout::<norm_pack::NormPackParams>(),
         "expand_norm" => layout::<expand_norm::ExpandNormParams>(),
         "rope" => layout::<rope::RopeParams>(),
         "attention" => layout::<attention::AttentionParams>(),
@@ -191,8 +192,9 @@ fn every_variant_validates_and_agrees_with_its_host_file() {
 }
 
 /// Shaders of the matrix tier alone.
-const MATRIX_TIER: [&str; 13] = [
+const MATRIX_TIER: [&str; 14] = [
     "matrix_probe",
+    "norm_pack",
     "pack",
     "fold_blocks",
     "tile_rows",

@@ -35,6 +35,7 @@ pub mod activation;
 pub mod combine;
 pub mod embed;
 pub mod norm;
+pub mod norm_pack;
 pub mod expand_norm;
 pub mod rope;
 pub mod attention;

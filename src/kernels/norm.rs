@@ -47,11 +47,15 @@ const MOST_LOADS: u32 = 8;
 
 /// The variables on one device for rows of `width` columns.
 pub fn vars(caps: &Capabilities, gathered: bool, width: usize) -> Vars {
+    [vec![("gathered", gathered.into())], row_vars(caps, width)].concat()
+}
+
+/// Those of every shader that norms such rows.
+pub(crate) fn row_vars(caps: &Capabilities, width: usize) -> Vars {
     let LongRow { lanes, subgroups, one_subgroup } = LongRow::of(caps);
     let loads = (width / 4).div_ceil(lanes as usize).next_power_of_two() as u32;
     let loads = if subgroups > 1 && loads <= MOST_LOADS { loads } else { 0 };
     vec![
-        ("gathered", gathered.into()),
         ("loads", loads.into()),
         ("lanes", lanes.into()),
         ("subgroups", subgroups.into()),

@@ -46,6 +46,20 @@ impl Form {
     pub const TWICE: Self = Self { twice: true, ..Self::ROWS };
 }
 
+/// In which forms the readers of some rows take them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reads {
+    /// One reads f32.
+    pub plain: bool,
+    /// One reads rows that are packed, in this form.
+    pub packed: Option<Form>,
+}
+
+impl Reads {
+    /// Only f32.
+    pub const PLAIN: Self = Self { plain: true, packed: None };
+}
+
 /// Packed rows: f16 `[rows, stride]`, then for each row its exponent, as f16 at the start of eight bytes. With `twice`, what
 /// rounding to f16 took from the values of a row lies behind them as f16, too, and who multiplies them once passes over it.
 #[derive(Debug, Clone)]

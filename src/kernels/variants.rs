@@ -11,8 +11,8 @@ use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
     activation, align, attention, attention_matrix, attention_split, choice, combine, count, dense_gemm, down_combine,
     embed, expand_norm, expert_gemm, expert_gemm_direct, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather,
-    lora_matrix, matrix_probe, norm, pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate,
-    remap, rope, route, runs, sample, stream, tile_rows,
+    lora_matrix, matrix_probe, norm, norm_pack, pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink,
+    random, rate, remap, rope, route, runs, sample, stream, tile_rows,
 };
 use crate::plan::attention::{self as attention_plan, MATRIX_WIDTHS};
 use crate::plan::capabilities::Capabilities;
@@ -29,6 +29,9 @@ const PAIRS: [(&str, usize); 4] = [("pairs", 1), ("tiles", 1), ("tiles", 4), ("t
 const FEW: [(&str, usize); 2] = [("pairs", 1), ("tiles", FEW_TILE)];
 /// Widths of a head that give different attention variants.
 const HEAD_DIMS: [usize; 5] = [24, 32, 64, 128, 256];
+
+/// Widths of rows that give every number of loads, and rows that are too long for that.
+const WIDTHS: [usize; 5] = [1024, 2048, 4096, 8192, 16384];
 
 /// Numbers of experts that give different routings: from one a lane to more than any known model has.
 const EXPERTS: [usize; 6] = [16, 32, 64, 128, 256, 512];
@@ -155,7 +158,7 @@ fn routes(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
 /// Norms of rows of every number of loads, and of rows that are too long for that.
 fn norms(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
     for gathered in [false, true] {
-        for width in [1024, 2048, 4096, 8192, 16384] {
+        for width in WIDTHS {
             let variant = (&norm::NORM, norm::vars(caps, gathered, width));
             if !all.contains(&variant) {
                 all.push(variant);
@@ -255,12 +258,26 @@ fn split_variants(all: &mut Vec<(&'static Kernel, Vars)>) {
     }
 }
 
+/// Norms that pack, for the lengths of row and the forms that they are read in.
+fn packing_norms(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
+    let forms = pack::FORMS.map(|forms| (false, forms)).into_iter().chain([(true, [true, false])]);
+    for (twice, forms) in forms {
+        for (width, plain) in WIDTHS.into_iter().flat_map(|width| [(width, false), (width, true)]) {
+            let variant = norm_pack::variant(caps, width, twice, forms, plain);
+            if !all.contains(&variant) {
+                all.push(variant);
+            }
+        }
+    }
+}
+
 fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
     all.push((&pack::PACK, pack::vars(true, [true, false])));
     for forms in pack::FORMS {
         let kernel = if forms[1] { &pack::PACK_BLOCKS } else { &pack::PACK };
         all.push((kernel, pack::vars(false, forms)));
     }
+    packing_norms(caps, all);
     for tile in tiles(caps).iter().filter(|t| t.direct) {
         all.push((&tile_rows::TILE_ROWS, tile_rows::vars(tile)));
         for rows in ["tiles", "dense"] {

@@ -6,7 +6,7 @@ use crate::kernels::expert_gemm::{ExpertGemm, Rows, Weights, dense_form, dense_o
 use crate::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Folded};
 use crate::kernels::lora::{Factors, LoraSite};
 use crate::kernels::lora_matrix::LoraShrinkMatrix;
-use crate::kernels::pack::{Form, Packed, pack};
+use crate::kernels::pack::{Form, Packed, Reads, pack};
 use crate::kernels::pair_shrink::{PairShrink, Shrunk};
 use crate::kernels::{Recording, View};
 use crate::layer::LoraBatch;
@@ -18,7 +18,7 @@ use crate::plan::rows;
 pub struct Dense<'a> {
     /// T.
     pub tokens: usize,
-    /// f32 `[T, in]`.
+    /// f32 `[T, in]`; not read where somebody has packed it and no adapter reads it.
     pub x: &'a View,
     /// The same, as somebody has packed it for this product; `None` where it has to pack x itself.
     pub packed: Option<&'a Packed>,
@@ -86,15 +86,22 @@ impl Way {
 const LABELS: [&str; 2] = ["packed", "packed blocks"];
 
 impl Dense<'_> {
-    /// In which form such a product reads rows that are packed; `None` where it reads f32.
-    pub(crate) fn form(
+    /// In which forms such a product reads x.
+    pub(crate) fn reads(
         caps: &Capabilities,
         tokens: usize,
         weights: &Weights,
         adapters: Option<Adapters<'_>>,
         exact: bool,
-    ) -> Option<Form> {
-        Way::of(caps, tokens, weights, changing(adapters), exact).form(exact)
+    ) -> Reads {
+        let adapters = changing(adapters);
+        let way = Way::of(caps, tokens, weights, adapters, exact);
+        let plain = match way {
+            Way::Few(_) | Way::Plain => true,
+            Way::Matrix(_) => adapters.is_some(),
+            Way::Folded(_) => false,
+        };
+        Reads { plain, packed: way.form(exact) }
     }
 
     /// Records the product and the adapters: a shrink and a product that adds the rest where rows are few and a subgroup reads a

@@ -9,7 +9,7 @@ use crate::kernels::combine::Combine;
 use crate::kernels::expert_gemm::{ExpertGemm, Rows};
 use crate::kernels::localise::Localise;
 use crate::kernels::lora::{self, Lora};
-use crate::kernels::pack::{Form, Packed};
+use crate::kernels::pack::{Form, Packed, Reads};
 use crate::kernels::remap::Remap;
 use crate::kernels::{Recording, View};
 use crate::layer::{LoraBatch, MoeLayer, MoeTensors, Routed};
@@ -30,17 +30,23 @@ impl MoeLayer {
         t: &MoeTensors<'_>,
         routed: &Routed,
     ) -> Result<()> {
-        self.experts_of(rec, pass, t, routed, None)
+        self.experts_rows(rec, pass, t, routed, None)
     }
 
-    /// In which form the experts read rows that are packed; `None` where they read f32, or nothing.
-    pub(super) fn experts_form(&self, caps: &Capabilities, t: &MoeTensors<'_>) -> Option<Form> {
-        let none = self.experts == 0 || self.width == 0 || self.few(caps, t).is_some();
-        self.matrix_tile(caps, t.tokens * self.shape.top_k).filter(|_| !none).map(|_| Form::ROWS)
+    /// In which forms the experts read x.
+    pub(super) fn experts_reads(&self, caps: &Capabilities, t: &MoeTensors<'_>) -> Reads {
+        if self.experts == 0 || self.width == 0 {
+            return Reads { plain: false, packed: None };
+        }
+        let few = self.few(caps, t).is_some();
+        match self.matrix_tile(caps, t.tokens * self.shape.top_k) {
+            Some(_) if !few => Reads { plain: false, packed: Some(Form::ROWS) },
+            _ => Reads::PLAIN,
+        }
     }
 
     /// The same as [`experts`](Self::experts) for x that may be `packed`.
-    pub(super) fn experts_of(
+    pub(super) fn experts_rows(
         &self,
         rec: &mut Recording,
         pass: &mut wgpu::ComputePass<'_>,

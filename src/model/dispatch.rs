@@ -3,6 +3,7 @@
 use crate::error::{Error, ErrorKind, Result};
 use crate::exchange::Received;
 use crate::kernels::combine::Combine;
+use crate::kernels::pack::Reads;
 use crate::kernels::{Recording, View};
 use crate::layer::{LoraBatch, MoeLayer, MoeTensors, Routed};
 use crate::model::step::{LayerStep, StepDispatch, StepTensors};
@@ -62,10 +63,12 @@ impl LayerStep<'_> {
         let Self { model, weights, t, hidden, .. } = *self;
         let (sites, factors) = self.pool.layer(self.layer);
         let x = rec.scratch("x", (t.rows * model.config.hidden * 4) as u64)?;
-        self.norm(rec, pass, &weights.mlp_norm, &x)?;
         let lora = t.lora.as_ref().map(|batch| (batch, sites, factors));
         let tensors = MoeTensors { tokens: t.rows, x: &x, out: hidden, accumulate: true, status: t.status, lora };
-        let routed = moe.route(rec, pass, &tensors)?;
+        // Other ranks are sent f32.
+        let reads = Reads { plain: true, ..moe.router_reads(rec.gpu().capabilities(), &tensors) };
+        let packed = self.norm(&weights.mlp_norm, &x).record_for(rec, pass, &reads)?;
+        let routed = moe.route_rows(rec, pass, &tensors, packed.as_ref())?;
         Ok((x, routed))
     }
 

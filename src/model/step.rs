@@ -13,10 +13,11 @@ use crate::kernels::expand_norm::{self, ExpandNorm};
 use crate::kernels::expert_gemm::Weights;
 use crate::kernels::lora::LoraSite;
 use crate::kernels::norm::Norm;
+use crate::kernels::pack::Reads;
 use crate::kernels::pair_shrink::Shrunk;
 use crate::kernels::rope::{AttentionShape, Heads, Rope};
 use crate::kernels::{Recording, View};
-use crate::layer::{Dense, LoraBatch, MoeTensors};
+use crate::layer::{Adapters, Dense, LoraBatch, MoeTensors};
 use crate::model::dispatch::add_returned;
 use crate::model::{Commands, DecoderLayer, KvCache, Mlp, Model};
 use crate::plan::attention::AttentionWork;
@@ -175,31 +176,24 @@ impl Model {
                 add_returned(rec, pass, &t, dispatch, returned, &hidden, d)?;
             }
             let x = rec.scratch("final x", (t.logit_rows * d * 4) as u64)?;
-            let norm = Norm {
-                rows: t.logit_rows,
-                width: d,
-                eps: c.rms_eps,
-                x: &hidden,
-                weight: &self.final_norm,
-                gather: Some(t.logit_gather),
-                out: &x,
-            };
-            norm.record(rec, pass)?;
+            let (rows, width, eps, weight) = (t.logit_rows, d, c.rms_eps, &self.final_norm);
+            let norm = Norm { rows, width, eps, x: &hidden, weight, gather: Some(t.logit_gather), out: &x };
             let logits = rec.scratch("logits", (t.logit_rows * c.vocab * 4) as u64)?;
-            let sites = lora.zip(pool.ends());
-            let adapters = match sites {
+            let adapters = match lora.zip(pool.ends()) {
                 None => None,
-                Some((batch, (sites, factors))) => {
-                    let site = &sites.lm_head;
+                Some((batch, (EndSites { lm_head: site, .. }, factors))) => {
                     Some((batch.prepare(rec, pass, t.logit_rows, std::iter::once(site), t.status)?, site, factors))
                 }
             };
+            let adapters = adapters.as_ref().map(|(batch, site, factors)| (batch, *site, *factors));
+            let reads = Dense::reads(rec.gpu().capabilities(), t.logit_rows, self.head(), adapters, false);
+            let packed = norm.record_for(rec, pass, &reads)?;
             Dense {
                 tokens: t.logit_rows,
                 x: &x,
-                packed: None,
+                packed: packed.as_ref(),
                 weights: self.head(),
-                adapters: adapters.as_ref().map(|(batch, site, factors)| (batch, *site, *factors)),
+                adapters,
                 y: &logits,
                 accumulate: false,
                 exact: false,
@@ -240,13 +234,15 @@ impl LayerStep<'_> {
         let q_width = heads.q_range().len();
         let qkv_width = q_width + 2 * heads.kv_range().len();
         let x = rec.scratch("x", (t.rows * d * 4) as u64)?;
-        self.norm(rec, pass, &w.input_norm, &x)?;
+        let reads = self.reads(rec, &w.qkv, &sites.qkv);
+        let packed = self.norm(&w.input_norm, &x).record_for(rec, pass, &reads)?;
         let projected = self.project(rec, pass, &x)?;
         let (qkv, q) = match &projected {
             Some((heads, _)) => (heads.qkv.clone(), heads.q.clone()),
             None => {
                 let qkv = rec.scratch("qkv", (t.rows * qkv_width * 4) as u64)?;
-                self.dense(&x, &w.qkv, &sites.qkv, &qkv, false).record(rec, pass)?;
+                let packed = packed.as_ref();
+                Dense { packed, ..self.dense(&x, &w.qkv, &sites.qkv, &qkv, false) }.record(rec, pass)?;
                 (qkv, rec.scratch("q", (t.rows * q_width * 4) as u64)?)
             }
         };
@@ -333,19 +329,23 @@ impl LayerStep<'_> {
         let d = c.hidden;
         let (sites, factors) = self.pool.layer(self.layer);
         let x = rec.scratch("x", (t.rows * d * 4) as u64)?;
-        match lacks {
-            None => self.norm(rec, pass, &w.mlp_norm, &x)?,
+        let normed = |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, reads: &Reads| match lacks {
+            None => self.norm(&w.mlp_norm, &x).record_for(rec, pass, reads),
+            // Of few rows, which hardly anybody reads packed.
             Some(adapters) => {
                 let (rows, width, eps, weight) = (t.rows, d, c.rms_eps, &w.mlp_norm);
                 ExpandNorm { rows, width, eps, x: hidden, weight, adapters, out: &x }.record(rec, pass)?;
+                Ok(None)
             }
-        }
+        };
         match &w.mlp {
             Mlp::Experts(moe) => {
                 let lora = t.lora.as_ref().map(|batch| (batch, sites, factors));
                 let tensors =
                     MoeTensors { tokens: t.rows, x: &x, out: hidden, accumulate: residual, status: t.status, lora };
-                let routed = moe.record(rec, pass, &tensors)?;
+                let reads = moe.reads(rec.gpu().capabilities(), &tensors);
+                let packed = normed(rec, pass, &reads)?;
+                let routed = moe.record_rows(rec, pass, &tensors, packed.as_ref())?;
                 if let Some(counts) = t.routing_counts {
                     let (valid_pairs, experts, topk_ids) = (t.rows * c.moe.top_k, c.moe.experts, &routed.topk_ids);
                     Count { valid_pairs, experts, layer: self.layer, topk_ids, counts }.record(rec, pass)?;
@@ -354,8 +354,11 @@ impl LayerStep<'_> {
             }
             Mlp::Dense { gate_up, down } => {
                 let f = c.dense_width;
+                let reads = self.reads(rec, gate_up, &sites.gate_up);
+                let packed = &normed(rec, pass, &reads)?;
                 let both = rec.scratch("dense gate_up", (t.rows * 2 * f * 4) as u64)?;
-                self.dense(&x, gate_up, &sites.gate_up, &both, false).record(rec, pass)?;
+                let product = self.dense(&x, gate_up, &sites.gate_up, &both, false);
+                Dense { packed: packed.as_ref(), ..product }.record(rec, pass)?;
                 let h = rec.scratch("dense h", (t.rows * f * 4) as u64)?;
                 let kind = crate::activation::Activation::Silu;
                 Activate { rows: t.rows, width: f, kind, gate_up: &both, ids: None, h: &h }.record(rec, pass)?;
@@ -373,16 +376,25 @@ impl LayerStep<'_> {
         y: &'b View,
         accumulate: bool,
     ) -> Dense<'b> {
-        let (tokens, status, exact) = (self.t.rows, self.t.status, false);
-        let factors = self.pool.layer(self.layer).1;
-        let adapters = self.t.lora.as_ref().map(|batch| (batch, site, factors));
+        let (tokens, status, exact, adapters) = (self.t.rows, self.t.status, false, self.adapters(site));
         Dense { tokens, x, packed: None, weights, adapters, y, accumulate, exact, status }
     }
 
+    /// In which forms such a product reads x.
+    fn reads(&self, rec: &Recording, weights: &Weights, site: &LoraSite) -> Reads {
+        Dense::reads(rec.gpu().capabilities(), self.t.rows, weights, self.adapters(site), false)
+    }
+
+    /// The adapters of the batch at a site of this layer.
+    fn adapters<'b>(&'b self, site: &'b LoraSite) -> Option<Adapters<'b>> {
+        let factors = self.pool.layer(self.layer).1;
+        self.t.lora.as_ref().map(|batch| (batch, site, factors))
+    }
+
     /// The norm of `hidden`.
-    pub fn norm(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, weight: &View, out: &View) -> Result<()> {
+    pub fn norm<'b>(&'b self, weight: &'b View, out: &'b View) -> Norm<'b> {
         let c = &self.model.config;
         let (rows, width, eps, x) = (self.t.rows, c.hidden, c.rms_eps, self.hidden);
-        Norm { rows, width, eps, x, weight, gather: None, out }.record(rec, pass)
+        Norm { rows, width, eps, x, weight, gather: None, out }
     }
 }

@@ -1,0 +1,186 @@
+//! Rows packed for matrices on the device against the oracle: by themselves, and by the norm that makes them. Neither needs a
+//! matrix, only f16.
+
+mod common;
+#[path = "common/device.rs"]
+mod device;
+#[path = "common/gpu_run.rs"]
+mod gpu_run;
+
+use common::{Rng, TOL_F32, UNWRITTEN_F32, each_case, rel_err};
+use gpu_run::{Output, read, run, upload};
+use wgmoe::Gpu;
+use wgmoe::dtype::DType;
+use wgmoe::kernels::norm::Norm;
+use wgmoe::kernels::pack::{Form, Pack, Packed, Reads, pack};
+use wgmoe::plan::matrix::{DENSE_TILES, MatrixTile};
+use wgmoe::reference;
+
+const LABELS: [&str; 2] = ["packed", "packed blocks"];
+
+fn devices() -> Vec<Gpu> {
+    let f16 = |gpu: &Gpu| gpu.device().features().contains(wgpu::Features::SHADER_F16);
+    device::every_variant().into_iter().filter(f16).collect()
+}
+
+/// Every form in which a product reads rows.
+fn forms() -> [Form; 4] {
+    let cut: Option<MatrixTile> = DENSE_TILES.iter().find(|tile| tile.direct).copied();
+    assert!(cut.is_some());
+    [Form::ROWS, Form::TWICE, Form { cut, ..Form::ROWS }, Form { cut, by_row: false, ..Form::ROWS }]
+}
+
+/// What lies in a form: the values of rows, what rounding took from them, and the exponents.
+#[derive(Debug, PartialEq)]
+struct Unpacked {
+    values: Vec<f32>,
+    rests: Vec<f32>,
+    exponents: Vec<f32>,
+}
+
+/// All that a packing holds: one [`Unpacked`] for the rows, if they are written, and one for the blocks.
+fn unpacked(gpu: &Gpu, packed: &Packed) -> Result<Vec<Unpacked>, String> {
+    let Packed { view, rows, width, twice, by_row, blocks, .. } = packed;
+    let (rows, width, stride) = (*rows, *width, packed.stride());
+    let halves = |view, n: usize| -> Vec<f32> {
+        let words: Vec<u16> = read(gpu, view, n);
+        DType::F16.decode(bytemuck::cast_slice(&words))
+    };
+    let exponents = |halves: &[f32], at: u32| (0..rows).map(|r| halves[(at as usize + r) * 4]).collect::<Vec<f32>>();
+    let mut all = Vec::new();
+    let of_rows = halves(view, (packed.exponents() as usize + rows) * 4);
+    if *by_row {
+        let part = |begin: usize| {
+            (0..rows).flat_map(|r| of_rows[r * stride + begin..][..width].to_vec()).collect::<Vec<f32>>()
+        };
+        let rests = if *twice { part(width) } else { vec![0.0; rows * width] };
+        all.push(Unpacked { values: part(0), rests, exponents: exponents(&of_rows, packed.exponents()) });
+    } else if let Some(blocks) = blocks {
+        // The exponents stand in both.
+        let in_blocks = halves(&blocks.view, (blocks.exponents as usize + rows) * 4);
+        if exponents(&of_rows, packed.exponents()) != exponents(&in_blocks, blocks.exponents) {
+            return Err("exponents differ".to_owned());
+        }
+    }
+    if let Some(blocks) = blocks {
+        let of_blocks = halves(&blocks.view, (blocks.exponents as usize + rows) * 4);
+        let value = |r: usize, k: usize| of_blocks[(r / 16 * blocks.per_row + k / 16) * 256 + r % 16 * 16 + k % 16];
+        for row in 0..rows {
+            if let Some(k) = (width..blocks.per_row * 16).find(|k| value(row, *k) != 0.0) {
+                return Err(format!("row {row} goes on at {k}"));
+            }
+        }
+        let values = (0..rows).flat_map(|r| (0..width).map(move |k| (r, k))).map(|(r, k)| value(r, k)).collect();
+        let exponents = exponents(&of_blocks, blocks.exponents);
+        all.push(Unpacked { values, rests: vec![0.0; rows * width], exponents });
+    }
+    Ok(all)
+}
+
+/// The power of two of a row.
+fn exponent(row: &[f32], twice: bool) -> f32 {
+    let most = row.iter().fold(0f32, |most, v| most.max(v.abs()));
+    if !twice && (2f32.powi(-5)..2f32.powi(7)).contains(&most) {
+        return 0.0;
+    }
+    133.0 - ((most.to_bits() >> 23) as f32).clamp(53.0, 254.0)
+}
+
+/// Compares a packing with the rows that it is of.
+fn check(gpu: &Gpu, packed: &Packed, x: &[f32]) -> Result<(), String> {
+    for Unpacked { values, rests, exponents } in unpacked(gpu, packed)? {
+        for (row, of_row) in x.chunks(packed.width).enumerate() {
+            let expected = exponent(of_row, packed.twice);
+            if exponents[row] != expected {
+                return Err(format!("row {row}: 2^{}, expected 2^{expected}", exponents[row]));
+            }
+            for (k, v) in of_row.iter().enumerate() {
+                let scaled = f64::from(*v) * 2f64.powf(f64::from(expected));
+                let [near, rest] = [&values, &rests].map(|all| f64::from(all[row * packed.width + k]));
+                // To the nearest number of f16, or the next, where what is lost does not stand behind it.
+                let digits = if packed.twice { 11 } else { 10 };
+                let off = (near - scaled).abs();
+                if off > scaled.abs() * 2f64.powi(-digits) * 1.001 + 2f64.powi(-24) {
+                    return Err(format!("row {row}, value {k}: {near}, expected {scaled}"));
+                }
+                let off = (near + rest - scaled).abs();
+                if packed.twice && off > scaled.abs() * 2f64.powi(-21) + 2f64.powi(-24) {
+                    return Err(format!("row {row}, value {k}: {near} and {rest}, expected {scaled}"));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn packed_rows_keep_what_their_form_holds() {
+    let cases = [(1, 8), (3, 24), (17, 64), (33, 136), (5, 520), (2, 2056)];
+    for gpu in devices() {
+        each_case(&cases, |(rows, width)| {
+            let mut x = Rng::new(35).floats(rows * width);
+            for (row, of_row) in x.chunks_mut(*width).enumerate() {
+                let size = [1.0, 1e-3, 200.0, 1e6, 1e-12, 0.0, 1e30, 127.99][row % 8];
+                of_row.iter_mut().for_each(|v| *v *= size);
+            }
+            let x_view = upload(&gpu, &x);
+            for form in forms() {
+                let packed = run(&gpu, |rec, pass| pack(rec, pass, LABELS, &x_view, [*rows, *width], &form));
+                check(&gpu, &packed, &x).map_err(|e| format!("{form:?}: {e}"))?;
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_norm_that_packs_leaves_what_a_pack_behind_it_would() {
+    let cases = [(1, 8), (3, 24), (35, 256), (2, 264), (5, 1032), (2, 4000), (3, 4104), (1, 8200)];
+    for gpu in devices() {
+        each_case(&cases, |(rows, width)| {
+            let mut rng = Rng::new(36);
+            let mut x = rng.floats(40 * width);
+            x[..*width].fill(0.0);
+            let weight: Vec<f32> = rng.floats(*width).iter().map(|v| v * 300.0).collect();
+            let (x_view, weight_view) = (upload(&gpu, &x), upload(&gpu, &weight));
+            let picked: Vec<u32> = (0..*rows).map(|_| rng.below(40) as u32).collect();
+            let gather = upload(&gpu, &picked);
+            for (form, gathered) in forms().into_iter().flat_map(|form| [(form, false), (form, true)]) {
+                let of = |plain: bool| {
+                    let out = Output::new(&gpu, rows * width, UNWRITTEN_F32);
+                    let packed = run(&gpu, |rec, pass| {
+                        let (x, weight, gather) = (&x_view, &weight_view, gathered.then_some(&gather));
+                        let norm = Norm { rows: *rows, width: *width, eps: 1e-6, x, weight, gather, out: &out.view };
+                        norm.record_for(rec, pass, &Reads { plain, packed: Some(form) })
+                    });
+                    (out, packed.unwrap())
+                };
+                let (out, packed) = of(true);
+                let got = out.read(&gpu);
+                let source = |i: usize| if gathered { picked[i] as usize } else { i };
+                let input: Vec<f32> = (0..*rows).flat_map(|i| x[source(i) * width..][..*width].to_vec()).collect();
+                let mut expected = vec![0.0; rows * width];
+                reference::rms_norm(&input, &weight, 1e-6, &mut expected);
+                let off = rel_err(&got, &expected);
+                if off > TOL_F32 {
+                    return Err(format!("{form:?}, gathered {gathered}: off by {off}"));
+                }
+                let behind = run(&gpu, |rec, pass| {
+                    let behind = Packed::scratch_for(rec, LABELS, *rows, *width, &form)?;
+                    Pack { x: &out.view, packed: &behind }.record(rec, pass)?;
+                    Ok(behind)
+                });
+                if unpacked(&gpu, &packed)? != unpacked(&gpu, &behind)? {
+                    return Err(format!("{form:?}, gathered {gathered}: not what a pack leaves"));
+                }
+                // What nobody reads is left alone.
+                let (out, packed) = of(false);
+                if out.read(&gpu).iter().any(|v| v.to_bits() != UNWRITTEN_F32.to_bits()) {
+                    return Err(format!("{form:?}, gathered {gathered}: f32 was written"));
+                }
+                check(&gpu, &packed, &got).map_err(|e| format!("{form:?}, gathered {gathered}: {e}"))?;
+            }
+            Ok(())
+        });
+    }
+}
