@@ -1,4 +1,5 @@
 {% import "shared/matrices.wgsl" as m %}
+{% import "shared/matrix_sizes.wgsl" as size %}
 // Product y = W[e] x on cooperative matrices for many rows: what `expert_gemm_matrix` does for few. A workgroup owns {{ height }}
 // {{ "rows" if rows == "dense" else "pairs of one expert" }} and {{ columns }} output columns. Rows of x come as blocks (`pack`, `tile_rows`, `activation_pack`) that go from
 // memory straight into matrices, {{ x_ahead * 16 }} of the inner dimension ahead. Only W passes through workgroup memory, as f16: so little
@@ -82,14 +83,16 @@ fn main(
     let part = lane % {{ part }}u;
     {% for i in range(w_loads) %}
     let row{{ i }} = lane / {{ part }}u + {{ i * at_once }}u;
-    let w_at{{ i }} = (expert * params.out_rows + min(first_column + row{{ i }}, params.out_rows - 1u)) * params.groups;
+    {% endfor %}
+    {% include "shared/weight_rows.wgsl" %}
+    {% for i in range(w_loads) %}
     var w{{ i }} = vec4<u32>();
     {% endfor %}
     {# Past the end of a row x is 0, and W is read again. #}
     {% macro load_w(step) %}
     {
         {% if ragged %}
-        let place = min({{ step }} * {{ part }}u + part, params.groups - 1u);
+        let place = min({{ step }} * {{ part }}u + part, {{ size.groups }} - 1u);
         {% else %}
         let place = {{ step }} * {{ part }}u + part;
         {% endif %}
@@ -113,8 +116,8 @@ fn main(
     {% set keeps_rows = false %}
     {% include "shared/fold_scan.wgsl" %}
     {% endif %}
-    // Here params.x_groups counts blocks.
-    let steps = params.x_groups / {{ steps }}u;
+    // Here x_groups counts blocks.
+    let steps = {{ size.x_groups }} / {{ steps }}u;
 
     // Subgroups share out the rows of a tile, padding included, or its columns where it has few rows. Each way is a loop of its own: a
     // branch around the products would keep loads from running ahead of them.
@@ -130,7 +133,7 @@ fn main(
     {% endif %}
         let row_begin = subgroup / {{ column_subgroups }}u * {{ sub_rows }}u;
         let column_begin = subgroup % {{ column_subgroups }}u * {{ sub_columns }}u;
-        let x_at = (first_row + row_begin) / 16u * params.x_groups * 64u;
+        let x_at = (first_row + row_begin) / 16u * {{ size.x_groups }} * 64u;
         {% for i in range(sub_rows // 16) %}
         {% for j in range(sub_columns // 16) %}
         {{ m.zero("sum" ~ i ~ "_" ~ j) }}
@@ -141,7 +144,7 @@ fn main(
         {% endif %}
         {% for q in range(x_ahead) %}
         {% for i in range(sub_rows // 16) %}
-        {{ m.load_t("var left" ~ q ~ "_" ~ i, "Left", "x", "x_at + (" ~ i ~ "u * params.x_groups + " ~ q ~ "u) * 64u", "4u") }}
+        {{ m.load_t("var left" ~ q ~ "_" ~ i, "Left", "x", "x_at + (" ~ i ~ "u * " ~ size.x_groups ~ " + " ~ q ~ "u) * 64u", "4u") }}
         {% endfor %}
         {% endfor %}
         for (var step = 0u; step < steps; step = step + 1u) {
@@ -164,9 +167,10 @@ fn main(
                 {{ m.multiply_add("sum" ~ i ~ "_" ~ j, "left" ~ held ~ "_" ~ i, "right" ~ j) }}
                 {% endfor %}
                 {% endfor %}
-                let next = min(step * {{ steps }}u + {{ q + x_ahead }}u, params.x_groups - 1u);
+                // Past the end of a row whatever stands there is loaded, and not used.
+                let next = x_at + (step * {{ steps }}u + {{ q + x_ahead }}u) * 64u;
                 {% for i in range(sub_rows // 16) %}
-                {{ m.load_t("left" ~ held ~ "_" ~ i, "Left", "x", "x_at + (" ~ i ~ "u * params.x_groups + next) * 64u", "4u") }}
+                {{ m.load_t("left" ~ held ~ "_" ~ i, "Left", "x", "next + " ~ i ~ "u * " ~ size.x_groups ~ " * 64u", "4u") }}
                 {% endfor %}
             }
             {% endfor %}

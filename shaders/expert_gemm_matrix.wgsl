@@ -1,4 +1,5 @@
 {% import "shared/matrices.wgsl" as m %}
+{% import "shared/matrix_sizes.wgsl" as size %}
 // Grouped product y = W[e] x on cooperative matrices: a workgroup owns {{ height }} pairs of one expert and {{ columns }} output columns, a
 // subgroup of it {{ sub_rows }} x {{ sub_columns }}. Both operands pass through workgroup memory as f16, {{ depth }} of the inner dimension at a time, and
 // are loaded {{ ahead }} steps ahead: memory is far. Little workgroup memory matters more than few barriers: of low tiles a
@@ -101,16 +102,16 @@ fn main(
     {% if rows == "tiles" %}
     let pair{{ i }} = u32(ids[params.sorted_base + first_row + min(row{{ i }}, {{ height - 1 }}u)]);
     // A row of padding reads the first pair's, which is in the cache: what becomes of it is never read.
-    let x_at{{ i }} = select(first_pair, pair{{ i }}, pair{{ i }} < params.rows) / params.row_div * params.x_stride;
+    let x_at{{ i }} = select(first_pair, pair{{ i }}, pair{{ i }} < params.rows) / params.row_div * {{ size.x_stride }};
     {% else %}
-    let x_at{{ i }} = min(first_row + row{{ i }}, params.rows - 1u) / params.row_div * params.x_stride;
+    let x_at{{ i }} = min(first_row + row{{ i }}, params.rows - 1u) / params.row_div * {{ size.x_stride }};
     {% endif %}
     {% for p in range(x_ahead) %}
     var x{{ p }}_{{ i }} = vec4<u32>();
     {% endfor %}
     {% endfor %}
+    {% include "shared/weight_rows.wgsl" %}
     {% for i in range(w_loads) %}
-    let w_at{{ i }} = (expert * params.out_rows + min(first_column + row{{ i }}, params.out_rows - 1u)) * params.groups;
     {% for p in range(ahead) %}
     var w{{ p }}_{{ i }} = vec4<u32>();
     {% endfor %}
@@ -139,7 +140,7 @@ fn main(
        row the last part of it is loaded again, and x counts as 0 there. #}
     {% macro place(step) %}
     {% if ragged %}
-        let place = min({{ step }} * {{ part }}u + part, params.x_groups - 1u);
+        let place = min({{ step }} * {{ part }}u + part, {{ size.x_groups }} - 1u);
     {% else %}
         let place = {{ step }} * {{ part }}u + part;
     {% endif %}
@@ -148,7 +149,7 @@ fn main(
     {
         {{ place(step) }}
         {% for i in range(w_loads) %}
-        w{{ p }}_{{ i }} = w[w_at{{ i }} + place{% if twice %} - select(0u, params.groups, place >= params.groups){% endif %}];
+        w{{ p }}_{{ i }} = w[w_at{{ i }} + place{% if twice %} - select(0u, {{ size.groups }}, place >= {{ size.groups }}){% endif %}];
         {% endfor %}
     }
     {% endmacro %}
@@ -194,11 +195,17 @@ fn main(
             }
     {% endmacro %}
     // A multiple of {{ ahead }} steps, of which the last may lie past the end of ragged rows.
-    let steps = (params.x_groups + {{ ahead * part - 1 }}u) / {{ ahead * part }}u * {{ ahead }}u;
+    let steps = ({{ size.x_groups }} + {{ ahead * part - 1 }}u) / {{ ahead * part }}u * {{ ahead }}u;
+    {% if twice %}
+    let first_step = min(depth_part * params.part_steps, steps);
+    let end_step = min(first_step + params.part_steps, steps);
+    {% endif %}
+    {# Those of the first steps. #}
+    {% macro early(p) %}{{ "min(first_step + " ~ p ~ "u, steps - 1u)" if twice else p ~ "u" }}{% endmacro %}
     {% for p in range(ahead) %}
-    {{ fetch_w(p, p ~ "u") }}
+    {{ fetch_w(p, early(p)) }}
     {% if p < x_ahead %}
-    {{ fetch_x(p, p ~ "u") }}
+    {{ fetch_x(p, early(p)) }}
     {% endif %}
     {% endfor %}
     {% if lora %}
@@ -213,11 +220,11 @@ fn main(
     {% set keeps_rows = true %}
     {% include "shared/fold_scan.wgsl" %}
     {% endif %}
-    for (var step = 0u; step < steps; step = step + {{ ahead }}u) {
+    for (var step = {{ "first_step" if twice else "0u" }}; step < {{ "end_step" if twice else "steps" }}; step = step + {{ ahead }}u) {
         {% for p in range(ahead) %}
         {
             {% if ragged %}
-            let inside = (step + {{ p }}u) * {{ part }}u + part < params.x_groups;
+            let inside = (step + {{ p }}u) * {{ part }}u + part < {{ size.x_groups }};
             {% endif %}
             workgroupBarrier();
             {% for i in range(x_loads) %}

@@ -13,7 +13,7 @@ struct RouteParams {
 }
 
 @group(0) @binding(0) var<uniform> params: RouteParams;
-@group(0) @binding(1) var<storage, read> logits: array<f32>; // [T, E]
+@group(0) @binding(1) var<storage, read> logits: array<f32>; // {{ "[" ~ parts ~ ", T, E], to be added up" if parts > 1 else "[T, E]" }}
 @group(0) @binding(2) var<storage, read> bias: array<f32>; // [E], read only with `biased`
 @group(0) @binding(3) var<storage, read_write> topk_ids: array<i32>; // [T, A]
 @group(0) @binding(4) var<storage, read_write> topk_weights: array<f32>; // [T, A]
@@ -34,6 +34,10 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         return;
     }
     let row = token * params.experts;
+    {# The logit at `at` of the first part. #}
+    {% macro logit(at) -%}
+    {% for p in range(parts) %}{{ " + " if p > 0 }}logits[{{ at }}{% if p > 0 %} + {{ p }}u * params.tokens * params.experts{% endif %}]{% endfor %}
+    {%- endmacro %}
     {% include "shared/logits.wgsl" %}
     {% include "shared/logit_total.wgsl" %}
 
@@ -45,7 +49,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         var second = 0u;
         for (var i = 0u; i < group_size; i = i + 1u) {
             let e = g * group_size + i;
-            let logit = order_key(logits[row + e]);
+            let logit = order_key({{ logit("row + e") }});
             var key = 0u;
             if (logit != 0u) {
                 key = order_key(score(key_value(logit), most, total){% if biased %} + bias[e]{% endif %});

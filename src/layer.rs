@@ -150,7 +150,12 @@ impl MoeLayer {
         Dense::reads(caps, t.tokens, &self.router, t.router_adapters(), true)
     }
 
-    /// Records the router and its adapters, and returns the logits, f32 `[T, E]`. x may be `packed`.
+    /// Parts of its logits.
+    fn router_parts(&self, caps: &Capabilities, t: &MoeTensors<'_>) -> usize {
+        Dense::parts(caps, t.tokens, &self.router, true)
+    }
+
+    /// Records the router and its adapters, and returns the logits, f32 `[parts, T, E]`. x may be `packed`.
     fn router(
         &self,
         rec: &mut Recording,
@@ -158,7 +163,8 @@ impl MoeLayer {
         t: &MoeTensors<'_>,
         packed: Option<&Packed>,
     ) -> Result<View> {
-        let logits = rec.scratch("router logits", (t.tokens * self.shape.experts * 4) as u64)?;
+        let parts = self.router_parts(rec.gpu().capabilities(), t);
+        let logits = rec.scratch("router logits", (parts * t.tokens * self.shape.experts * 4) as u64)?;
         Dense {
             tokens: t.tokens,
             x: t.x,
@@ -201,6 +207,7 @@ impl MoeLayer {
             top_k: a,
             options: &self.options,
             logits: &logits,
+            parts: self.router_parts(rec.gpu().capabilities(), t),
             bias: None,
             topk_ids: &topk_ids,
             topk_weights: &topk_weights,

@@ -11,12 +11,13 @@ use gpu_run::{Output, read, replayed, run, upload, weights};
 use proptest::prelude::*;
 use wgmoe::Gpu;
 use wgmoe::dtype::DType;
+use wgmoe::kernels::View;
 use wgmoe::kernels::align::Align;
-use wgmoe::kernels::expert_gemm::{ExpertGemm, Rows};
+use wgmoe::kernels::expert_gemm::{ExpertGemm, Rows, Weights};
 use wgmoe::kernels::expert_gemm_matrix::ExpertGemmMatrix;
 use wgmoe::kernels::pack::{Form, pack};
 use wgmoe::plan::capabilities::Capabilities;
-use wgmoe::plan::matrix::TILES;
+use wgmoe::plan::matrix::{self, EXACT_PARTS, TILES};
 use wgmoe::plan::tuning::Tuning;
 use wgmoe::reference;
 use wgmoe::shape::align_capacity;
@@ -132,7 +133,8 @@ fn check_tiles(gpu: &Gpu, case: &Case, tile: usize) -> Result<(), String> {
         let packed = pack(rec, pass, ["packed"; 2], &x_view, [pairs.div_ceil(row_div), inner], &form)?;
         let (rows, select, x, weights, y, accumulate) = (pairs, Rows::Tiles(&aligned), &packed, &w, &y.view, false);
         let adapters = None;
-        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, adapters }.record(rec, pass)?;
+        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts: 1, adapters }
+            .record(rec, pass)?;
         Ok((aligned, packed))
     });
     let got = y.read(gpu);
@@ -223,7 +225,31 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
     }
     let off = rel_err(&ours, &theirs);
     let tolerance = if case.exact { TOL_F32 } else { tolerance(gpu) };
-    if off > tolerance { Err(format!("off by {off}")) } else { Ok(()) }
+    if off > tolerance {
+        return Err(format!("off by {off}"));
+    }
+    if case.exact && gpu.capabilities().matrix && matrix::exact(gpu.capabilities(), pairs) && !case.accumulate {
+        let off = rel_err(&sum_of_parts(gpu, &x_view, &w, [pairs, out, inner]), &theirs);
+        if off > tolerance {
+            return Err(format!("in parts off by {off}"));
+        }
+    }
+    Ok(())
+}
+
+/// An exact dense product on matrices in parts of its depth, which are then added up: `[pairs, out]`.
+fn sum_of_parts(gpu: &Gpu, x: &View, weights: &Weights, [rows, out, inner]: [usize; 3]) -> Vec<f32> {
+    let parts = Output::new(gpu, EXACT_PARTS * rows * out, UNWRITTEN_F32);
+    run(gpu, |rec, pass| {
+        let x = &pack(rec, pass, ["packed"; 2], x, [rows, inner], &Form::TWICE)?;
+        let (select, y, row_div, accumulate, adapters) = (Rows::Dense, &parts.view, 1, false, None);
+        let (y_stride, parts) = (out, EXACT_PARTS);
+        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts, adapters }
+            .record(rec, pass)
+    });
+    let parts = parts.read(gpu);
+    let of = |at: usize| parts[at..].iter().step_by(rows * out).sum();
+    (0..rows * out).map(of).collect()
 }
 
 #[test]

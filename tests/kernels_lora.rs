@@ -626,6 +626,7 @@ fn check_folded(
             y: &y.view,
             y_stride,
             accumulate: tile.is_none(),
+            parts: 1,
             adapters: Some(&folded),
         }
         .record(rec, pass)?;

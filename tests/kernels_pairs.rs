@@ -384,7 +384,7 @@ fn gate_and_up(gpu: &Gpu, case: &Chosen, late: bool) -> (Vec<f32>, Vec<i32>, Vec
             let [topk_ids, topk_weights] =
                 [rec.scratch("ids", pairs as u64 * 4)?, rec.scratch("weights", pairs as u64 * 4)?];
             let (bias, topk_ids, topk_weights) = (None, &topk_ids, &topk_weights);
-            Route { tokens, experts, top_k, options, logits, bias, topk_ids, topk_weights, status }
+            Route { tokens, experts, top_k, options, logits, parts: 1, bias, topk_ids, topk_weights, status }
                 .record(rec, pass)?;
             (topk_ids.clone(), topk_weights.clone())
         };

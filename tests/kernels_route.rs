@@ -10,6 +10,7 @@ use common::{ROUTE_GAP, Rng, TOL_F32, UNWRITTEN_F32, UNWRITTEN_I32, rel_err};
 use gpu_run::{Output, run, upload};
 use wgmoe::Gpu;
 use wgmoe::kernels::route::Route;
+use wgmoe::plan::matrix::EXACT_PARTS;
 use wgmoe::reference;
 use wgmoe::router::{GroupScore, RouteOptions, STATUS_NON_FINITE, Score};
 
@@ -19,6 +20,25 @@ const NAN: f32 = f32::NAN;
 fn route_on(
     gpu: &Gpu,
     logits: &[f32],
+    bias: Option<&[f32]>,
+    [tokens, experts, top_k]: [usize; 3],
+    options: &RouteOptions,
+) -> (Vec<i32>, Vec<f32>, u32) {
+    let whole = route_parts(gpu, logits, 1, bias, [tokens, experts, top_k], options);
+    // In parts, of which one has the logit and the others nothing.
+    let mut parts = vec![0.0; EXACT_PARTS * logits.len()];
+    logits.iter().enumerate().for_each(|(i, logit)| parts[i % EXACT_PARTS * logits.len() + i] = *logit);
+    let added = route_parts(gpu, &parts, EXACT_PARTS, bias, [tokens, experts, top_k], options);
+    assert_eq!((&whole.0, whole.2), (&added.0, added.2), "logits in parts");
+    let bits = |weights: &[f32]| weights.iter().map(|w| w.to_bits()).collect::<Vec<u32>>();
+    assert_eq!(bits(&whole.1), bits(&added.1), "logits in parts");
+    whole
+}
+
+fn route_parts(
+    gpu: &Gpu,
+    logits: &[f32],
+    parts: usize,
     bias: Option<&[f32]>,
     [tokens, experts, top_k]: [usize; 3],
     options: &RouteOptions,
@@ -35,6 +55,7 @@ fn route_on(
             top_k,
             options,
             logits: &view,
+            parts,
             bias: bias.as_ref(),
             topk_ids: &ids.view,
             topk_weights: &weights.view,

@@ -17,7 +17,7 @@ use wgmoe::checkpoint::MlpKind;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::expert_gemm::{self, EXPERT_GEMM};
 use wgmoe::kernels::expert_gemm_direct::{self, EXPERT_GEMM_DIRECT};
-use wgmoe::kernels::expert_gemm_matrix::{self, EXPERT_GEMM_MATRIX, Flags};
+use wgmoe::kernels::expert_gemm_matrix::{self, EXPERT_GEMM_MATRIX, Flags, Sizes};
 use wgmoe::kernels::linker::label;
 use wgmoe::placement::Placement;
 use wgmoe::plan::capabilities::Capabilities;
@@ -169,11 +169,11 @@ fn decided(known: &Known) -> String {
     let tier = caps.tier.to_string();
     let mut products = products.to_vec();
     for tile in tiles(caps).iter().copied().filter(|_| caps.matrix) {
-        let flags = Flags::default();
+        let (flags, sizes) = (Flags::default(), Sizes::default());
         let label = if tile.direct {
-            label(&EXPERT_GEMM_DIRECT, &expert_gemm_direct::vars(caps, DType::Bf16, "tiles", tile, flags))
+            label(&EXPERT_GEMM_DIRECT, &expert_gemm_direct::vars(caps, DType::Bf16, "tiles", tile, flags, &sizes))
         } else {
-            label(&EXPERT_GEMM_MATRIX, &expert_gemm_matrix::vars(caps, DType::Bf16, "tiles", tile, flags))
+            label(&EXPERT_GEMM_MATRIX, &expert_gemm_matrix::vars(caps, DType::Bf16, "tiles", tile, flags, &sizes))
         };
         let cut = label.split_once("bf16 ").unwrap().1.split(" no-scaled").next().unwrap();
         products.push(if tile.direct { format!("direct {cut}") } else { cut.to_owned() });

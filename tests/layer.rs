@@ -235,7 +235,9 @@ fn a_wide_layer_with_adapters_inside_its_products_equals_the_oracle() {
         let ways: &[bool] = if own.matrix && own.along_depth { &[false, true] } else { &[false] };
         for apart in ways {
             let apart_pairs = if *apart { 65_535.0 } else { 0.1 };
-            let tuning = Tuning { apart_pairs, matrix_workgroups: 1, ..own.tuning };
+            // The router on matrices, and not.
+            let exact_matrix_rows = if *apart { 9 } else { 65_536 };
+            let tuning = Tuning { apart_pairs, matrix_workgroups: 1, exact_matrix_rows, ..own.tuning };
             let gpu = gpu.with_capabilities(Capabilities { tuning, ..own.clone() });
             let cases: Vec<_> = cases.iter().filter(|case| own.matrix || case.0 < MANY).collect();
             each_case(&cases, |(tokens, (slots, folded), dtype, activation)| {

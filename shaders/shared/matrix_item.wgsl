@@ -20,4 +20,12 @@ let expert = 0u;
 let label = 0;
 {% endif %}
 {% endif %}
+{% if twice is defined and twice %}
+// Parts of the depth have tiles of columns of their own, and a y.
+let column_tiles = ({{ size.out_rows }} + {{ columns - 1 }}u) / {{ columns }}u;
+let depth_part = workgroup.x / column_tiles;
+let first_column = workgroup.x % column_tiles * {{ columns }}u;
+let y_part = depth_part * params.rows * {{ size.y_stride }};
+{% else %}
 let first_column = workgroup.x * {{ columns }}u;
+{% endif %}

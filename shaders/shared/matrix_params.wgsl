@@ -39,6 +39,11 @@ struct ExpertGemmMatrixParams {
     step: u32,
     // Blocks of u that a projection has room for, where they go straight into matrices.
     room: u32,
+    // Steps of a part of the depth, where x has rests.
+    part_steps: u32,
+    pad0: u32,
+    pad1: u32,
+    pad2: u32,
     // For each projection: first column in y, columns.
     span_begin: vec4<u32>,
     span_rows: vec4<u32>,

@@ -23,9 +23,9 @@ if (plain) {
                 let r = {{ r * (width // strip) }}u + subgroup_lane / {{ strip }}u;
                 let target_row = subgroupShuffle(row, r);
                 let factor = subgroupShuffle(unscale, r);
-                if (target_row < params.rows && column < params.out_rows) {
+                if (target_row < params.rows && column < {{ size.out_rows }}) {
                     let value = y_tile[strip_begin + r * {{ strip }}u + subgroup_lane % {{ strip }}u] * factor * params.w_unscale;
-                    let to = target_row * params.y_stride + params.out_begin + column;
+                    let to = {{ "y_part + " if twice is defined and twice }}target_row * {{ size.y_stride }} + params.out_begin + column;
                     if (params.accumulate != 0u) {
                         y[to] = y[to] + value;
                     } else {

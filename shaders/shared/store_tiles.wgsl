@@ -1,13 +1,16 @@
 // Sums to their place in y, straight from the matrices: in tiles padding included, of a dense product where all rows are real.
-let stride = params.y_stride;
 {% for j in range(sub_columns // 16) %}
-if (first_column + column_begin + {{ j * 16 }}u < params.out_rows) {
-    let at = (first_row + row_begin) * stride + params.out_begin + first_column + column_begin + {{ j * 16 }}u;
+{% if fixed and fixed_out_rows % columns == 0 %}
+{
+{% else %}
+if (first_column + column_begin + {{ j * 16 }}u < {{ size.out_rows }}) {
+{% endif %}
+    let at = {{ "y_part + " if twice is defined and twice }}(first_row + row_begin) * {{ size.y_stride }} + params.out_begin + first_column + column_begin + {{ j * 16 }}u;
     {% for i in range(sub_rows // 16) %}
     {
         {{ m.hold("block", "sum" ~ i ~ "_" ~ j) }}
-        {{ m.point("place", "y", "at + " ~ i * 16 ~ "u * stride") }}
-        {{ m.store_t("block", "place", "y", "stride", false) }}
+        {{ m.point("place", "y", "at + " ~ i * 16 ~ "u * " ~ size.y_stride) }}
+        {{ m.store_t("block", "place", "y", size.y_stride, false) }}
     }
     {% endfor %}
 }

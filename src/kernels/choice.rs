@@ -102,6 +102,6 @@ pub fn possible(caps: &Capabilities, options: &RouteOptions, experts: usize, top
 
 /// The variables that a product has beside its own.
 pub fn vars(caps: &Capabilities, options: &RouteOptions, experts: usize) -> Vars {
-    let of_route = route::vars(caps, options, false, experts);
+    let of_route = route::vars(caps, options, false, experts, 1);
     of_route.into_iter().filter(|(name, _)| ["score", "values"].contains(name)).collect()
 }

@@ -208,7 +208,9 @@ pub(crate) fn dense_on_matrices(
     exact: bool,
 ) -> Option<MatrixTile> {
     let possible = caps.matrix && weights.exponent.get().is_some() && (!exact || matrix::exact(caps, rows));
-    matrix::dense(caps, rows, weights.out_dim, exact).filter(|_| possible)
+    let cut =
+        if exact { matrix::exact_cut } else { |caps: &_, rows, columns| matrix::dense(caps, rows, columns, false) };
+    cut(caps, rows, weights.out_dim).filter(|_| possible)
 }
 
 /// In which form such a product without adapters reads x.
@@ -232,7 +234,7 @@ impl ExpertGemm<'_> {
             let form = form.unwrap_or(Form::ROWS);
             let size = [self.rows.div_ceil(self.row_div), self.weights.in_dim];
             let packed = pack(rec, pass, ["packed", "packed blocks"], self.x, size, &form)?;
-            return self.record_packed(rec, pass, &packed);
+            return self.record_packed(rec, pass, &packed, 1);
         }
         let tile = match self.select {
             Rows::Dense => dense_tile(&caps, self.rows, self.weights.out_dim),
@@ -266,15 +268,18 @@ impl ExpertGemm<'_> {
         Ok(())
     }
 
-    /// Records a dense product on cooperative matrices for rows that are packed in the form of [`dense_form`].
+    /// Records a dense product on cooperative matrices for rows that are packed in the form of [`dense_form`], in so many `parts` of its
+    /// depth.
     pub(crate) fn record_packed(
         &self,
         rec: &mut Recording,
         pass: &mut wgpu::ComputePass<'_>,
         x: &Packed,
+        parts: usize,
     ) -> Result<()> {
         let Self { rows, row_div, select, weights, y, y_stride, accumulate, .. } = *self;
         let adapters = None;
-        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, adapters }.record(rec, pass)
+        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts, adapters }
+            .record(rec, pass)
     }
 }

@@ -2,7 +2,7 @@
 //! [`ExpertGemmMatrix`](crate::kernels::expert_gemm_matrix::ExpertGemmMatrix).
 
 use crate::dtype::DType;
-use crate::kernels::expert_gemm_matrix::Flags;
+use crate::kernels::expert_gemm_matrix::{Flags, Sizes};
 use crate::kernels::linker::{Kernel, Vars};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::matrix::{self, MatrixTile};
@@ -19,6 +19,7 @@ pub fn vars(
     rows: &'static str,
     tile: MatrixTile,
     Flags { scaled, ragged, lora, across, .. }: Flags,
+    sizes: &Sizes,
 ) -> Vars {
     let mut vars: Vars = vec![
         ("edge", caps.edge.into()),
@@ -38,5 +39,6 @@ pub fn vars(
     if lora {
         vars.extend([("across", across.into()), ("lift", matrix::LIFT.into())]);
     }
+    vars.extend(sizes.vars(caps));
     vars
 }

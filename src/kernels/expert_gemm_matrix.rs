@@ -12,7 +12,7 @@ use crate::kernels::params::params;
 use crate::kernels::tile_rows::TileRows;
 use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;
-use crate::plan::matrix::{self, MatrixTile};
+use crate::plan::matrix::{self, EDGE, MatrixTile};
 
 /// The shader.
 pub static EXPERT_GEMM_MATRIX: Kernel = Kernel { stem: "expert_gemm_matrix", reads: 3, writes: 1 };
@@ -70,6 +70,14 @@ params! {
         step: u32,
         /// Blocks of u that a projection has room for.
         room: u32,
+        /// Steps of a part of the depth.
+        part_steps: u32,
+        /// Padding.
+        pad0: u32,
+        /// Padding.
+        pad1: u32,
+        /// Padding.
+        pad2: u32,
         /// First column in y of each projection.
         span_begin: [u32; 4],
         /// Columns of each projection.
@@ -96,6 +104,8 @@ pub struct ExpertGemmMatrix<'a> {
     pub y_stride: usize,
     /// Add to y; only when dense.
     pub accumulate: bool,
+    /// Parts of the depth, whose sums lie behind each other: f32 `[parts, rows, y_stride]`; 1 but for x that is packed twice.
+    pub parts: usize,
     /// Adapters; only for weights whose exponent is 0.
     pub adapters: Option<&'a Folded<'a>>,
 }
@@ -139,6 +149,40 @@ pub struct Flags {
     pub across: bool,
 }
 
+/// Sizes of a product that its shader has as numbers, as [`ExpertGemmMatrixParams`] has them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Sizes {
+    /// Groups of eight in a row of W.
+    pub groups: u32,
+    /// Of a row of x that are multiplied, or blocks.
+    pub x_groups: u32,
+    /// From a row of x to the next.
+    pub x_stride: u32,
+    /// Rows of W in this piece.
+    pub out_rows: u32,
+    /// Row of y in elements.
+    pub y_stride: u32,
+}
+
+impl Sizes {
+    /// The variables that say so. Pipelines are made for each shape where matrices are of 16 x 16; those of 8 x 8 have never run on
+    /// a device, and what shows them right takes one text for all shapes.
+    pub(super) fn vars(&self, caps: &Capabilities) -> Vars {
+        let fixed = caps.edge == EDGE;
+        let mut vars: Vars = vec![("fixed", fixed.into())];
+        if fixed {
+            vars.extend([
+                ("fixed_groups", self.groups.into()),
+                ("fixed_x_groups", self.x_groups.into()),
+                ("fixed_x_stride", self.x_stride.into()),
+                ("fixed_out_rows", self.out_rows.into()),
+                ("fixed_y_stride", self.y_stride.into()),
+            ]);
+        }
+        vars
+    }
+}
+
 /// The variables of one variant.
 pub fn vars(
     caps: &Capabilities,
@@ -146,6 +190,7 @@ pub fn vars(
     rows: &'static str,
     tile: MatrixTile,
     Flags { scaled, ragged, twice, lora, across }: Flags,
+    sizes: &Sizes,
 ) -> Vars {
     let mut vars: Vars = vec![
         ("edge", caps.edge.into()),
@@ -170,6 +215,7 @@ pub fn vars(
     if lora {
         vars.extend([("across", across.into()), ("lift", matrix::LIFT.into())]);
     }
+    vars.extend(sizes.vars(caps));
     vars
 }
 
@@ -184,9 +230,13 @@ impl ExpertGemmMatrix<'_> {
         let depth = if twice { 2 * self.x.width } else { self.x.width };
         let tile = match self.select {
             Rows::Tiles(aligned) => MatrixTile::of(rec.gpu().capabilities(), aligned.tile).filter(|_| !self.accumulate),
+            Rows::Dense if twice => {
+                let cut = matrix::exact_cut(rec.gpu().capabilities(), self.rows, w.out_dim);
+                cut.filter(|_| self.parts == 1 || !self.accumulate)
+            }
             Rows::Dense => {
-                let staged = twice || self.x.blocks.is_none();
-                matrix::dense(rec.gpu().capabilities(), self.rows, w.out_dim, staged)
+                let staged = self.x.blocks.is_none();
+                matrix::dense(rec.gpu().capabilities(), self.rows, w.out_dim, staged).filter(|_| self.parts == 1)
             }
             Rows::Pairs(_) => None,
         };
@@ -215,14 +265,6 @@ impl ExpertGemmMatrix<'_> {
             across: spans.as_ref().is_some_and(|s| s.step > 1 || !s.out_begin.iter().all(within)),
         };
         let rows = self.select.name();
-        let ([plain, folding], vars) = if tile.direct {
-            let kernels = [&EXPERT_GEMM_DIRECT, &EXPERT_GEMM_DIRECT_FOLDED];
-            (kernels, expert_gemm_direct::vars(&caps, w.dtype, rows, tile, flags))
-        } else {
-            ([&EXPERT_GEMM_MATRIX, &EXPERT_GEMM_FOLDED], vars(&caps, w.dtype, rows, tile, flags))
-        };
-        let kernel = if flags.lora { folding } else { plain };
-        let pipeline = pipeline(rec.gpu(), kernel, vars)?;
         let blocks = match (self.select, &self.x.blocks) {
             _ if !tile.direct => None,
             (Rows::Tiles(aligned), None) => {
@@ -244,15 +286,29 @@ impl ExpertGemmMatrix<'_> {
         };
         let (ids, expert_base, sorted_base) = self.select.ids(&self.x.view);
         for (piece, view) in &w.pieces {
-            let mut params = ExpertGemmMatrixParams {
-                rows: self.rows as u32,
-                row_div: self.row_div as u32,
+            let sizes = Sizes {
                 groups: (w.in_dim / 8) as u32,
                 x_groups: x_groups as u32,
                 x_stride: (self.x.stride() / 8) as u32,
                 out_rows: piece.rows as u32,
-                out_begin: piece.row_begin as u32,
                 y_stride: self.y_stride as u32,
+            };
+            let ([plain, folding], vars) = if tile.direct {
+                let kernels = [&EXPERT_GEMM_DIRECT, &EXPERT_GEMM_DIRECT_FOLDED];
+                (kernels, expert_gemm_direct::vars(&caps, w.dtype, rows, tile, flags, &sizes))
+            } else {
+                ([&EXPERT_GEMM_MATRIX, &EXPERT_GEMM_FOLDED], vars(&caps, w.dtype, rows, tile, flags, &sizes))
+            };
+            let pipeline = pipeline(rec.gpu(), if flags.lora { folding } else { plain }, vars)?;
+            let mut params = ExpertGemmMatrixParams {
+                rows: self.rows as u32,
+                row_div: self.row_div as u32,
+                groups: sizes.groups,
+                x_groups: sizes.x_groups,
+                x_stride: sizes.x_stride,
+                out_rows: sizes.out_rows,
+                out_begin: piece.row_begin as u32,
+                y_stride: sizes.y_stride,
                 first: piece.first as u32,
                 count: piece.count as u32,
                 accumulate: u32::from(self.accumulate),
@@ -261,6 +317,10 @@ impl ExpertGemmMatrix<'_> {
                 exponents,
                 w_scale: 2f32.powi(exponent),
                 w_unscale: 2f32.powi(-exponent),
+                part_steps: (x_groups as u32 * 8)
+                    .div_ceil(tile.depth)
+                    .div_ceil(self.parts as u32)
+                    .next_multiple_of(tile.ahead),
                 ..bytemuck::Zeroable::zeroed()
             };
             if let Some((a, Spans { out_begin, out_rows, step, .. })) = self.adapters.zip(spans) {
@@ -276,7 +336,7 @@ impl ExpertGemmMatrix<'_> {
             let columns = (piece.rows as u32).div_ceil(tile.columns);
             let grid = match self.select {
                 Rows::Tiles(aligned) => aligned.grid(columns)?,
-                _ => Grid::folded(columns, (self.rows as u32).div_ceil(tile.height)),
+                _ => Grid::folded(columns * self.parts as u32, (self.rows as u32).div_ceil(tile.height)),
             };
             let mut buffers = vec![x, view, ids];
             if let Some(Folded { u, token_lora_mapping, site, factors, .. }) = self.adapters {

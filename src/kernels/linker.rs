@@ -110,6 +110,8 @@ const SOURCES: &[(&str, &str)] = sources![
     "shared/slots.wgsl",
     "shared/matrices.wgsl",
     "shared/matrix_params.wgsl",
+    "shared/matrix_sizes.wgsl",
+    "shared/weight_rows.wgsl",
     "shared/matrix_item.wgsl",
     "shared/matrix_weights.wgsl",
     "shared/begin_rows.wgsl",

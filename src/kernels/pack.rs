@@ -103,7 +103,9 @@ impl Blocks {
     ) -> Result<Self> {
         let rows = rows.next_multiple_of(cut.height as usize);
         let per_row = cut.blocks(width);
-        let view = rec.scratch(label, (rows * (per_row * EDGE as usize * 2 + 8)) as u64)?;
+        // Blocks are loaded ahead past the end of the last row, too.
+        let ahead = (cut.x_ahead * EDGE * EDGE * 2) as usize;
+        let view = rec.scratch(label, (rows * (per_row * EDGE as usize * 2 + 8) + ahead) as u64)?;
         Ok(Self { view, per_row, exponents: (rows * per_row * EDGE as usize / 4) as u32 })
     }
 }

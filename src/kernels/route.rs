@@ -45,8 +45,10 @@ pub struct Route<'a> {
     pub top_k: usize,
     /// Score, groups, scaling.
     pub options: &'a RouteOptions,
-    /// f32 `[T, E]`.
+    /// f32 `[parts, T, E]`.
     pub logits: &'a View,
+    /// Parts of a logit, whose sum it is.
+    pub parts: usize,
     /// f32 `[E]`, added to the score for selection only.
     pub bias: Option<&'a View>,
     /// i32 `[T, A]`, written.
@@ -57,8 +59,8 @@ pub struct Route<'a> {
     pub status: &'a View,
 }
 
-/// The variables for one rule and `experts` experts on one device.
-pub fn vars(caps: &Capabilities, options: &RouteOptions, biased: bool, experts: usize) -> Vars {
+/// The variables for one rule and `experts` experts, whose logits have so many `parts`, on one device.
+pub fn vars(caps: &Capabilities, options: &RouteOptions, biased: bool, experts: usize, parts: usize) -> Vars {
     let values = experts.div_ceil(caps.row_lanes as usize).next_power_of_two() as u32;
     let groups = options.groups > 1;
     vec![
@@ -69,6 +71,7 @@ pub fn vars(caps: &Capabilities, options: &RouteOptions, biased: bool, experts: 
         ("groups", groups.into()),
         ("group_score", if options.group_score == GroupScore::TopTwo { "two" } else { "max" }.into()),
         ("values", values.into()),
+        ("parts", (parts as u32).into()),
         ("lanes", caps.row_lanes.into()),
         ("one_subgroup", caps.one_subgroup.into()),
     ]
@@ -86,7 +89,7 @@ impl Route<'_> {
             let message = format!("route: {} of {} experts in {groups} groups", self.top_k, self.experts);
             return Err(Error::new(ErrorKind::Unsupported, message));
         }
-        let vars = vars(rec.gpu().capabilities(), self.options, self.bias.is_some(), self.experts);
+        let vars = vars(rec.gpu().capabilities(), self.options, self.bias.is_some(), self.experts, self.parts);
         let pipeline = pipeline(rec.gpu(), &ROUTE, vars)?;
         let params = RouteParams {
             tokens: self.tokens as u32,

@@ -6,7 +6,7 @@ use crate::activation::Activation;
 use crate::dtype::DType;
 use crate::gpu::Tier;
 use crate::kernels::dense_gemm::{Adapters, Cut};
-use crate::kernels::expert_gemm_matrix::Flags;
+use crate::kernels::expert_gemm_matrix::{Flags, Sizes};
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
     activation, align, attention, attention_matrix, attention_split, choice, combine, count, dense_gemm, down_combine,
@@ -17,7 +17,7 @@ use crate::kernels::{
 use crate::plan::attention::{self as attention_plan, MATRIX_WIDTHS};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::classes::classes;
-use crate::plan::matrix::{MatrixTile, dense_tiles, tiles};
+use crate::plan::matrix::{EDGE, EXACT_PARTS, MatrixTile, dense_tiles, tiles};
 use crate::plan::rows::FEW_TILE;
 use crate::router::{GroupScore, RouteOptions, Score};
 
@@ -143,8 +143,9 @@ fn routes(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
         for (groups, group_score) in [(1, GroupScore::Max), (4, GroupScore::Max), (4, GroupScore::TopTwo)] {
             for biased in [false, true] {
                 let options = RouteOptions { score, groups, group_score, ..RouteOptions::default() };
-                for experts in EXPERTS {
-                    let variant = (&route::ROUTE, route::vars(caps, &options, biased, experts));
+                let parts = [1, EXACT_PARTS].into_iter();
+                for (experts, parts) in parts.flat_map(|parts| EXPERTS.map(|experts| (experts, parts))) {
+                    let variant = (&route::ROUTE, route::vars(caps, &options, biased, experts, parts));
                     if !all.contains(&variant) {
                         all.push(variant);
                     }
@@ -271,6 +272,21 @@ fn packing_norms(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
     }
 }
 
+/// Sizes of products that stand for all: of whole tiles of columns, and not.
+fn shapes(caps: &Capabilities, ragged: bool) -> Vec<Sizes> {
+    let groups = if ragged { 261 } else { 256 };
+    let of = |out_rows: u32| Sizes {
+        groups,
+        x_groups: groups,
+        x_stride: groups,
+        out_rows,
+        y_stride: out_rows.next_multiple_of(EDGE),
+    };
+    let all = [1536, 1000].map(of);
+    // Elsewhere they are no part of the text.
+    all[..if caps.edge == EDGE { 2 } else { 1 }].to_vec()
+}
+
 fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
     all.push((&pack::PACK, pack::vars(true, [true, false])));
     for forms in pack::FORMS {
@@ -302,20 +318,26 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
             let plain = Flags { scaled, ragged, ..Flags::default() };
             let of = |rows, tiles: &'static [MatrixTile]| tiles.iter().map(move |t| (rows, *t));
             let all_tiles = of("tiles", tiles(caps)).chain(of("dense", dense_tiles(caps)));
-            let (direct, staged): (Vec<_>, Vec<_>) = all_tiles.partition(|(_, t)| t.direct);
-            for (rows, tile) in direct {
-                let vars = |flags| expert_gemm_direct::vars(caps, dtype, rows, tile, flags);
+            let of_sizes = shapes(caps, ragged);
+            let all_tiles = all_tiles.flat_map(|(rows, tile)| of_sizes.iter().map(move |s| (rows, tile, s)));
+            let (direct, staged): (Vec<_>, Vec<_>) = all_tiles.partition(|(_, t, _)| t.direct);
+            for (rows, tile, sizes) in direct {
+                let sizes = Sizes { x_groups: tile.blocks(sizes.groups as usize * 8) as u32, ..*sizes };
+                let vars = |flags| expert_gemm_direct::vars(caps, dtype, rows, tile, flags, &sizes);
                 all.push((&expert_gemm_direct::EXPERT_GEMM_DIRECT, vars(plain)));
                 for across in [false, true].into_iter().filter(|_| !scaled) {
                     let flags = Flags { lora: true, across, ..plain };
                     all.push((&expert_gemm_direct::EXPERT_GEMM_DIRECT_FOLDED, vars(flags)));
                 }
             }
-            for (rows, tile) in staged {
-                let vars = |flags| expert_gemm_matrix::vars(caps, dtype, rows, tile, flags);
+            for (rows, tile, sizes) in staged {
+                let vars = |flags| expert_gemm_matrix::vars(caps, dtype, rows, tile, flags, sizes);
                 all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars(plain)));
                 if rows == "dense" {
-                    all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars(Flags { twice: true, ..plain })));
+                    let sizes = Sizes { x_groups: 2 * sizes.groups, x_stride: 2 * sizes.groups, ..*sizes };
+                    let flags = Flags { twice: true, ..plain };
+                    let vars = expert_gemm_matrix::vars(caps, dtype, rows, tile, flags, &sizes);
+                    all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars));
                 }
                 for across in [false, true] {
                     if !scaled {

@@ -215,7 +215,8 @@ impl MoeLayer {
         let y = rec.scratch(label, (aligned.capacity * y_stride * 4) as u64)?;
         let matrix = |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, adapters: Option<&Folded<'_>>| {
             let (select, accumulate, y) = (Rows::Tiles(aligned), false, &y);
-            ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, adapters }.record(rec, pass)
+            ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts: 1, adapters }
+                .record(rec, pass)
         };
         let (Some(site), Some((batch, _, factors))) = (product.site, t.lora) else {
             matrix(rec, pass, None)?;

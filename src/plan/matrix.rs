@@ -240,15 +240,34 @@ pub fn lower(height: usize) -> Option<usize> {
 /// The cut of a dense product of `rows` rows with `columns` columns, or `None` for few rows: the highest tile that still
 /// makes enough workgroups. With `staged` it is not the direct one, which needs x as blocks and each value once.
 pub fn dense(caps: &Capabilities, rows: usize, columns: usize, staged: bool) -> Option<MatrixTile> {
-    if rows <= 8 {
-        return None;
-    }
+    cut_of(caps, rows, columns, |tile, workgroups| {
+        !(staged && tile.direct) && workgroups >= caps.tuning.matrix_workgroups
+    })
+}
+
+/// Parts of the depth of a product that must be as exact as f32 arithmetic: it has few columns, and twice the depth, and few
+/// workgroups that each walk all of it would wait for one load after another.
+pub const EXACT_PARTS: usize = 8;
+
+/// The cut of a dense product that must be as exact as f32 arithmetic, in [`EXACT_PARTS`] parts of its depth. Its workgroups are short:
+/// two rounds of them hide what one would wait for.
+pub fn exact_cut(caps: &Capabilities, rows: usize, columns: usize) -> Option<MatrixTile> {
+    cut_of(caps, rows, columns, |tile, workgroups| {
+        !tile.direct && workgroups * EXACT_PARTS >= 2 * caps.tuning.matrix_workgroups
+    })
+}
+
+/// The highest tile for a dense product that is `enough`, given how many workgroups it makes; the lowest if none is.
+fn cut_of(
+    caps: &Capabilities,
+    rows: usize,
+    columns: usize,
+    enough: impl Fn(&MatrixTile, usize) -> bool,
+) -> Option<MatrixTile> {
     let workgroups = |t: &MatrixTile| rows.div_ceil(t.height as usize) * columns.div_ceil(t.columns as usize);
-    let enough = |t: &&MatrixTile| {
-        !(staged && t.direct) && t.height as usize <= rows && workgroups(t) >= caps.tuning.matrix_workgroups
-    };
     let tiles = dense_tiles(caps);
-    Some(*tiles.iter().rev().find(enough).unwrap_or(&tiles[0]))
+    let fits = |t: &&MatrixTile| t.height as usize <= rows && enough(t, workgroups(t));
+    (rows > 8).then(|| *tiles.iter().rev().find(fits).unwrap_or(&tiles[0]))
 }
 
 /// Whether a product of `rows` rows that must be as exact as f32 arithmetic runs faster on matrices, which then multiply twice.
