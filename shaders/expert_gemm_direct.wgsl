@@ -1,7 +1,7 @@
 {% import "shared/matrices.wgsl" as m %}
 {% import "shared/matrix_sizes.wgsl" as size %}
 // Product y = W[e] x on cooperative matrices for many rows: what `expert_gemm_matrix` does for few. A workgroup owns {{ height }}
-// {{ "rows" if rows == "dense" else "pairs of one expert" }} and {{ columns }} output columns. Rows of x come as blocks (`pack`, `tile_rows`, `activation_pack`) that go from
+// {{ "rows" if rows == "dense" else "pairs of one expert" }} and {{ columns }} output columns. Rows of x come as blocks (`pack`, `tile_rows`, `activation_blocks`) that go from
 // memory straight into matrices, {{ x_ahead * 16 }} of the inner dimension ahead. Only W passes through workgroup memory, as f16: so little
 // of that is taken that two workgroups fit a multiprocessor, of which one multiplies while the other one waits (`docs/PERFORMANCE.md`).
 // Sums are f32.
@@ -116,8 +116,8 @@ fn main(
     {% set keeps_rows = false %}
     {% include "shared/fold_scan.wgsl" %}
     {% endif %}
-    // Here x_groups counts blocks.
-    let steps = {{ size.x_groups }} / {{ steps }}u;
+    // Here x_groups counts blocks. Of a number, a compiler would unroll the loop and load where a value is needed.
+    let steps = params.x_groups / {{ steps }}u;
 
     // Subgroups share out the rows of a tile, padding included, or its columns where it has few rows. Each way is a loop of its own: a
     // branch around the products would keep loads from running ahead of them.

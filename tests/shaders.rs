@@ -13,10 +13,10 @@ use wgmoe::kernels::linker::{Kernel, Vars, label, render};
 use wgmoe::kernels::params::Params;
 use wgmoe::kernels::variants::variants;
 use wgmoe::kernels::{
-    activation, align, attention, attention_matrix, attention_split, combine, count, dense_gemm, down_combine, embed,
-    expand_norm, expert_gemm, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather, lora_matrix, matrix_probe,
-    norm, norm_pack, pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate, remap, rope,
-    route, sample, stream, tile_rows,
+    activation, activation_blocks, align, attention, attention_matrix, attention_split, combine, count, dense_gemm,
+    down_combine, embed, expand_norm, expert_gemm, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather,
+    lora_matrix, matrix_probe, norm, norm_pack, pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink,
+    random, rate, remap, rope, route, sample, stream, tile_rows,
 };
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::classes::classes;
@@ -56,6 +56,7 @@ fn params_of(stem: &str) -> Layout {
         "expert_gemm_matrix" | "expert_gemm_direct" => layout::<expert_gemm_matrix::ExpertGemmMatrixParams>(),
         "activation" => layout::<activation::ActivationParams>(),
         "activation_pack" => layout::<activation::ActivationPackParams>(),
+        "activation_blocks" => layout::<activation_blocks::ActivationBlocksParams>(),
         "combine" => layout::<combine::CombineParams>(),
         "combine_tiles" => layout::<combine::CombineTilesParams>(),
         "embed" => layout::<embed::EmbedParams>(),

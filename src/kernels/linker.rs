@@ -153,6 +153,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "down_combine.wgsl",
     "activation.wgsl",
     "activation_pack.wgsl",
+    "activation_blocks.wgsl",
     "combine.wgsl",
     "combine_tiles.wgsl",
     "embed.wgsl",

@@ -32,6 +32,7 @@ pub mod pair_expand_shrink;
 pub mod dense_gemm;
 pub mod down_combine;
 pub mod activation;
+pub mod activation_blocks;
 pub mod combine;
 pub mod embed;
 pub mod norm;

@@ -9,10 +9,10 @@ use crate::kernels::dense_gemm::{Adapters, Cut};
 use crate::kernels::expert_gemm_matrix::{Flags, Sizes};
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
-    activation, align, attention, attention_matrix, attention_split, choice, combine, count, dense_gemm, down_combine,
-    embed, expand_norm, expert_gemm, expert_gemm_direct, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather,
-    lora_matrix, matrix_probe, norm, norm_pack, pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink,
-    random, rate, remap, rope, route, runs, sample, stream, tile_rows,
+    activation, activation_blocks, align, attention, attention_matrix, attention_split, choice, combine, count,
+    dense_gemm, down_combine, embed, expand_norm, expert_gemm, expert_gemm_direct, expert_gemm_matrix, fold_blocks,
+    localise, lora, lora_gather, lora_matrix, matrix_probe, norm, norm_pack, pack, pair_expand_shrink, pair_gemm,
+    pair_gemm_shrink, pair_shrink, random, rate, remap, rope, route, runs, sample, stream, tile_rows,
 };
 use crate::plan::attention::{self as attention_plan, MATRIX_WIDTHS};
 use crate::plan::capabilities::Capabilities;
@@ -355,9 +355,10 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
         }
     }
     for kind in ACTIVATIONS {
-        for forms in pack::FORMS {
-            let kernel = if forms[1] { &activation::ACTIVATION_PACK_BLOCKS } else { &activation::ACTIVATION_PACK };
-            all.push((kernel, activation::pack_vars(kind, forms)));
+        all.push((&activation::ACTIVATION_PACK, activation::pack_vars(kind)));
+        for (tile, by_row) in tiles(caps).iter().filter(|t| t.direct).flat_map(|t| [(t, false), (t, true)]) {
+            let vars = activation_blocks::vars(kind, tile.height, by_row);
+            all.push((&activation_blocks::ACTIVATION_BLOCKS, vars));
         }
     }
     all.push((&combine::COMBINE_TILES, Vars::new()));

@@ -120,7 +120,7 @@ const fn cut(height: u32, columns: u32, depth: u32, ahead: u32, sub_rows: u32, s
 }
 
 /// The cut of many rows, of which x goes straight into matrices.
-const DIRECT: MatrixTile = MatrixTile { direct: true, rests: false, ..cut(128, 128, 64, 1, 32, 128) };
+const DIRECT: MatrixTile = MatrixTile { direct: true, rests: false, x_ahead: 4, ..cut(128, 128, 64, 1, 32, 128) };
 
 /// The lowest cuts, which dense products share.
 const LOW: [MatrixTile; 2] =

@@ -45,12 +45,14 @@ pub fn rel_err(got: &[f32], expected: &[f32]) -> f32 {
     if worst == 0.0 { 0.0 } else { worst / largest }
 }
 
-/// For each product on cooperative matrices among the labels of what was recorded, whether it adds adapters itself.
+/// For each product on cooperative matrices among the labels of what was recorded, whether it adds adapters itself. The router's, which
+/// multiplies twice, does not count.
 pub fn folds(labels: &[String]) -> Vec<bool> {
     let products = labels
         .iter()
         .filter(|label| ["expert_gemm_matrix[", "expert_gemm_direct["].iter().any(|stem| label.starts_with(stem)));
-    products.map(|label| label.split([' ', ']']).any(|word| word == "lora")).collect()
+    let has = |label: &String, word: &str| label.split([' ', ']']).any(|own| own == word);
+    products.filter(|label| !has(label, "twice")).map(|label| has(label, "lora")).collect()
 }
 
 /// Which stages shrink rows to the rank of adapters, by the labels of what was recorded.
