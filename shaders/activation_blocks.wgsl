@@ -57,10 +57,16 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let pair = u32(ids[params.sorted_base + place]);
     let real = pair < params.rows;
     unscale = power_of_two(-i32(x[params.exponents + min(pair, params.rows - 1u) / params.row_div].x));
+    // Several at a time, so that their loads do not wait for each other; past the end the last again.
+    {% set step = 16 * at_once %}
     var most = 0u;
-    for (var q = part; q < params.quads; q = q + 16u) {
-        let v = bitcast<vec4<u32>>(abs(activated(place, q)));
-        most = max(most, max(max(v.x, v.y), max(v.z, v.w)));
+    for (var begin = part; begin < params.quads; begin = begin + {{ step }}u) {
+        {% for i in range(at_once) %}
+        let h{{ i }} = bitcast<vec4<u32>>(abs(activated(place, min(begin + {{ 16 * i }}u, params.quads - 1u))));
+        {% endfor %}
+        {% for i in range(at_once) %}
+        most = max(most, max(max(h{{ i }}.x, h{{ i }}.y), max(h{{ i }}.z, h{{ i }}.w)));
+        {% endfor %}
     }
     {% for distance in [8, 4, 2, 1] %}
     most = max(most, subgroupShuffleXor(most, {{ distance }}u));
@@ -71,12 +77,19 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let shift = row_shift(most);
     let scale = power_of_two(shift);
     // Computed again rather than kept: the inputs are in the cache, and a row has any width.
-    for (var q = part; q < params.quads; q = q + 16u) {
-        let value = vec4<f16>(activated(place, q) * scale);
-        {% if by_row %}
-        packed[pair * params.quads + q] = value;
-        {% endif %}
-        blocks[block_quad(place, q, params.blocks)] = value;
+    for (var begin = part; begin < params.quads; begin = begin + {{ step }}u) {
+        {% for i in range(at_once) %}
+        let h{{ i }} = vec4<f16>(activated(place, min(begin + {{ 16 * i }}u, params.quads - 1u)) * scale);
+        {% endfor %}
+        {% for i in range(at_once) %}
+        {
+            let q = min(begin + {{ 16 * i }}u, params.quads - 1u);
+            {% if by_row %}
+            packed[pair * params.quads + q] = h{{ i }};
+            {% endif %}
+            blocks[block_quad(place, q, params.blocks)] = h{{ i }};
+        }
+        {% endfor %}
     }
     for (var q = params.quads + part; q < params.blocks * 4u; q = q + 16u) {
         blocks[block_quad(place, q, params.blocks)] = vec4<f16>();

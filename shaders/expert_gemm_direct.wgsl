@@ -116,8 +116,8 @@ fn main(
     {% set keeps_rows = false %}
     {% include "shared/fold_scan.wgsl" %}
     {% endif %}
-    // Here x_groups counts blocks. Of a number, a compiler would unroll the loop and load where a value is needed.
-    let steps = params.x_groups / {{ steps }}u;
+    // Here x_groups counts blocks.
+    let steps = {{ size.x_groups }} / {{ steps }}u;
 
     // Subgroups share out the rows of a tile, padding included, or its columns where it has few rows. Each way is a loop of its own: a
     // branch around the products would keep loads from running ahead of them.

@@ -194,9 +194,9 @@ fn main(
                 {% endfor %}
             }
     {% endmacro %}
-    // A multiple of {{ ahead }} steps, of which the last may lie past the end of ragged rows. Of a number, a compiler would unroll the
-    // loop and load where a value is needed.
-    let steps = (params.x_groups + {{ ahead * part - 1 }}u) / {{ ahead * part }}u * {{ ahead }}u;
+    // A multiple of {{ ahead }} steps, of which the last may lie past the end of ragged rows. {{ "" if kept else "Not a number in high tiles: a compiler would unroll
+    // the loop, and load where a value is needed." }}
+    let steps = ({{ size.x_groups if kept else "params.x_groups" }} + {{ ahead * part - 1 }}u) / {{ ahead * part }}u * {{ ahead }}u;
     {% if twice %}
     let first_step = min(depth_part * params.part_steps, steps);
     let end_step = min(first_step + params.part_steps, steps);

@@ -42,9 +42,12 @@ params! {
     }
 }
 
+/// Groups of four columns that a lane loads at a time: experts of 768 columns take two rounds.
+const AT_ONCE: u32 = 6;
+
 /// The variables of one function, for tiles of `height` pairs, and whether rows are written as well.
 pub fn vars(kind: Activation, height: u32, by_row: bool) -> Vars {
-    vec![("kind", name(kind).into()), ("height", height.into()), ("by_row", by_row.into())]
+    vec![("kind", name(kind).into()), ("height", height.into()), ("by_row", by_row.into()), ("at_once", AT_ONCE.into())]
 }
 
 impl ActivatePack<'_> {

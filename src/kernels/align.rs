@@ -139,9 +139,13 @@ pub const CHUNKS: [u32; 3] = [64, 256, 512];
 /// Chunks that are few: each workgroup of the second stage reads the counts of all.
 const FEW_CHUNKS: usize = 64;
 
-pub(super) fn chunk(pairs: usize) -> u32 {
+/// Counts that are few even of twice as many chunks.
+const FEW_COUNTS: usize = 1 << 14;
+
+pub(super) fn chunk(pairs: usize, buckets: usize) -> u32 {
     let [.., largest] = CHUNKS;
-    CHUNKS.into_iter().find(|chunk| pairs.div_ceil(*chunk as usize) <= FEW_CHUNKS).unwrap_or(largest)
+    let few = |chunks: usize| chunks <= FEW_CHUNKS || chunks <= 2 * FEW_CHUNKS && chunks * buckets <= FEW_COUNTS;
+    CHUNKS.into_iter().find(|chunk| few(pairs.div_ceil(*chunk as usize))).unwrap_or(largest)
 }
 
 /// Pairs that are aligned at once at most.
@@ -221,7 +225,8 @@ impl Align<'_> {
         at_once: bool,
         (stride, slots): (u32, [u32; MOST_USED / 32]),
     ) -> Result<Aligned> {
-        let (aligned, mut params) = self.laid_out(rec, &[], 0)?;
+        let chunk = chunk(self.pairs, self.buckets);
+        let (aligned, mut params) = self.laid_out(rec, chunk, &[], 0)?;
         let work = rec.scratch(self.work_label, u64::from(params.place_base + params.rank_base) * 4)?;
         (params.stride, params.slots) = (stride, slots);
         let bytes = bytemuck::bytes_of(&params);
@@ -232,7 +237,7 @@ impl Align<'_> {
             rec.dispatch(pass, &pipeline, bytes, &buffers, &Grid::Direct([1, 1, 1]));
         } else {
             for kernel in [&ALIGN_COUNT, &ALIGN_SCATTER] {
-                let pipeline = pipeline(rec.gpu(), kernel, vars(chunk(self.pairs), false))?;
+                let pipeline = pipeline(rec.gpu(), kernel, vars(chunk, false))?;
                 rec.dispatch(pass, &pipeline, bytes, &buffers, &Grid::folded(1, params.chunks));
             }
         }
@@ -244,6 +249,7 @@ impl Align<'_> {
     pub(super) fn laid_out(
         &self,
         rec: &mut Recording,
+        chunk: u32,
         run_columns: &[u32],
         run_words: usize,
     ) -> Result<(Aligned, AlignParams)> {
@@ -253,7 +259,7 @@ impl Align<'_> {
             let message = format!("alignment: {} column counts, at most {MAX_CONSUMERS}", all.len());
             return Err(Error::new(ErrorKind::Limit, message));
         }
-        let chunks = self.pairs.div_ceil(chunk(self.pairs) as usize).max(1);
+        let chunks = self.pairs.div_ceil(chunk as usize).max(1);
         let capacity = align_capacity(self.pairs, self.buckets, self.tile);
         let sorted_base = HEADER_WORDS + capacity / self.tile;
         let rank_base = chunks * (self.buckets + 1);

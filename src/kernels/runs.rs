@@ -84,13 +84,14 @@ impl AlignRuns<'_> {
         let every_slot = self.used.is_empty() || self.used.iter().any(|slot| *slot >= align::MOST_USED);
         let slots = if every_slot { self.slots } else { self.used.len() };
         let ids = self.ids.unwrap_or(self.token_lora_mapping);
+        // Counts are of experts and adapters.
+        let buckets = self.experts * (slots + 1);
+        let chunk = align::chunk(pairs, buckets);
         let (columns, run_columns) = (self.columns, align::distinct(self.run_columns));
         let run_words = align_capacity(pairs, slots * self.experts, self.run) / self.run * RUN_WORDS;
         let tiles = Align { pairs, buckets: self.experts, tile, label, work_label, ids, columns };
-        let (aligned, mut params) = tiles.laid_out(rec, &run_columns, run_words)?;
+        let (aligned, mut params) = tiles.laid_out(rec, chunk, &run_columns, run_words)?;
 
-        // Counts are of experts and adapters.
-        let buckets = self.experts * (slots + 1);
         let rows = params.chunks * (buckets as u32 + 1);
         params.buckets = buckets as u32;
         params.stride = slots as u32 + 1;
@@ -106,7 +107,7 @@ impl AlignRuns<'_> {
             params.slots = align::bits(self.used);
         }
         let work = rec.scratch(work_label, u64::from(params.start_base + 3 * rows) * 4)?;
-        let vars = align::vars(align::chunk(pairs), true);
+        let vars = align::vars(chunk, true);
         let (bytes, grid) = (bytemuck::bytes_of(&params), Grid::folded(1, params.chunks));
         let counting = pipeline(rec.gpu(), &RUNS_COUNT, vars.clone())?;
         let buffers = [ids, self.token_lora_mapping, &aligned.view, &work, self.status];

@@ -249,11 +249,10 @@ pub fn dense(caps: &Capabilities, rows: usize, columns: usize, staged: bool) -> 
 /// workgroups that each walk all of it would wait for one load after another.
 pub const EXACT_PARTS: usize = 8;
 
-/// The cut of a dense product that must be as exact as f32 arithmetic, in [`EXACT_PARTS`] parts of its depth. Its workgroups are short:
-/// two rounds of them hide what one would wait for.
+/// The cut of a dense product that must be as exact as f32 arithmetic, in [`EXACT_PARTS`] parts of its depth.
 pub fn exact_cut(caps: &Capabilities, rows: usize, columns: usize) -> Option<MatrixTile> {
     cut_of(caps, rows, columns, |tile, workgroups| {
-        !tile.direct && workgroups * EXACT_PARTS >= 2 * caps.tuning.matrix_workgroups
+        !tile.direct && workgroups * EXACT_PARTS >= caps.tuning.matrix_workgroups
     })
 }
 
@@ -506,7 +505,7 @@ mod tests {
         let own = device();
         let height = |caps: &Capabilities, rows| dense(caps, rows, 2048, false).map(|t| t.height);
         assert_eq!([8, 9, 128, 2048].map(|rows| height(&own, rows)), [None, Some(16), Some(32), Some(128)]);
-        assert_eq!([1023, 1024].map(|rows| exact(&own, rows)), [false, true]);
+        assert_eq!([383, 384].map(|rows| exact(&own, rows)), [false, true]);
         let tuning = Tuning { tiles_from: 0.5, matrix_workgroups: 1, exact_matrix_rows: 9, ..own.tuning };
         let caps = Capabilities { tuning, ..own };
         assert_eq!([8, 9, 128, 2048].map(|rows| height(&caps, rows)), [None, Some(16), Some(128), Some(128)]);
