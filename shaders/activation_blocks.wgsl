@@ -1,6 +1,7 @@
 // Activation for the direct product: h = act(gate) * up for 16 places of a tile, as blocks of 16 rows and 16 values, each row times a
 // power of two that keeps it within the range of f16. Sixteen lanes take a row, so that what a workgroup writes at a time is whole
-// blocks. Gate and up lie in the same order and keep the powers of two of their operands.
+// blocks, and keep its values, for so many rows read a second time would no longer be in the cache: for narrow experts. Gate and up lie
+// in the same order and keep the powers of two of their operands.
 {% if by_row %}
 // Rows are written as well, by pair.
 {% endif %}
@@ -57,17 +58,18 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let pair = u32(ids[params.sorted_base + place]);
     let real = pair < params.rows;
     unscale = power_of_two(-i32(x[params.exponents + min(pair, params.rows - 1u) / params.row_div].x));
-    // Several at a time, so that their loads do not wait for each other; past the end the last again.
-    {% set step = 16 * at_once %}
+    // All at once, so that their loads do not wait for each other; past the end the last again.
     var most = 0u;
-    for (var begin = part; begin < params.quads; begin = begin + {{ step }}u) {
-        {% for i in range(at_once) %}
-        let h{{ i }} = bitcast<vec4<u32>>(abs(activated(place, min(begin + {{ 16 * i }}u, params.quads - 1u))));
-        {% endfor %}
-        {% for i in range(at_once) %}
-        most = max(most, max(max(h{{ i }}.x, h{{ i }}.y), max(h{{ i }}.z, h{{ i }}.w)));
-        {% endfor %}
+    {% for i in range(quads) %}
+    let q{{ i }} = min(part + {{ 16 * i }}u, params.quads - 1u);
+    let h{{ i }} = activated(place, q{{ i }});
+    {% endfor %}
+    {% for i in range(quads) %}
+    {
+        let v = bitcast<vec4<u32>>(abs(h{{ i }}));
+        most = max(most, max(max(v.x, v.y), max(v.z, v.w)));
     }
+    {% endfor %}
     {% for distance in [8, 4, 2, 1] %}
     most = max(most, subgroupShuffleXor(most, {{ distance }}u));
     {% endfor %}
@@ -76,21 +78,15 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     }
     let shift = row_shift(most);
     let scale = power_of_two(shift);
-    // Computed again rather than kept: the inputs are in the cache, and a row has any width.
-    for (var begin = part; begin < params.quads; begin = begin + {{ step }}u) {
-        {% for i in range(at_once) %}
-        let h{{ i }} = vec4<f16>(activated(place, min(begin + {{ 16 * i }}u, params.quads - 1u)) * scale);
-        {% endfor %}
-        {% for i in range(at_once) %}
-        {
-            let q = min(begin + {{ 16 * i }}u, params.quads - 1u);
-            {% if by_row %}
-            packed[pair * params.quads + q] = h{{ i }};
-            {% endif %}
-            blocks[block_quad(place, q, params.blocks)] = h{{ i }};
-        }
-        {% endfor %}
+    {% for i in range(quads) %}
+    {
+        let value = vec4<f16>(h{{ i }} * scale);
+        {% if by_row %}
+        packed[pair * params.quads + q{{ i }}] = value;
+        {% endif %}
+        blocks[block_quad(place, q{{ i }}, params.blocks)] = value;
     }
+    {% endfor %}
     for (var q = params.quads + part; q < params.blocks * 4u; q = q + 16u) {
         blocks[block_quad(place, q, params.blocks)] = vec4<f16>();
     }

@@ -193,7 +193,7 @@ fn every_variant_validates_and_agrees_with_its_host_file() {
 }
 
 /// Shaders of the matrix tier alone.
-const MATRIX_TIER: [&str; 14] = [
+const MATRIX_TIER: [&str; 15] = [
     "matrix_probe",
     "norm_pack",
     "pack",
@@ -205,6 +205,7 @@ const MATRIX_TIER: [&str; 14] = [
     "lora_shrink_matrix",
     "lora_expand_tiles",
     "activation_pack",
+    "activation_blocks",
     "combine_tiles",
     "attention_pack",
     "attention_matrix",

@@ -6,12 +6,14 @@ use crate::kernels::align::Aligned;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::pack::{self, Packed};
 use crate::kernels::params::params;
-use crate::kernels::{Grid, Recording, View, cover};
+use crate::kernels::{Grid, Recording, View, activation_blocks, cover};
 
 /// f32 to f32.
 pub static ACTIVATION: Kernel = Kernel { stem: "activation", reads: 2, writes: 1 };
 /// Products of the matrix tier to packed rows.
 pub static ACTIVATION_PACK: Kernel = Kernel { stem: "activation_pack", reads: 4, writes: 1 };
+/// The same with blocks.
+pub static ACTIVATION_PACK_BLOCKS: Kernel = Kernel { stem: "activation_pack", reads: 4, writes: 2 };
 
 params! {
     /// Sizes and constants of one activation.
@@ -46,6 +48,14 @@ params! {
         w_unscale: f32,
         /// Word of the places of the pairs.
         places_base: u32,
+        /// Blocks in a row of h.
+        blocks: u32,
+        /// Padding.
+        pad0: u32,
+        /// Padding.
+        pad1: u32,
+        /// Padding.
+        pad2: u32,
     }
 }
 
@@ -86,7 +96,7 @@ pub struct ActivatePack<'a> {
     pub row_div: usize,
     /// The inverse power of two of the weights.
     pub w_unscale: f32,
-    /// `[P, F]`, written; where it has blocks, [`activation_blocks`](crate::kernels::activation_blocks) writes them.
+    /// `[P, F]`, written; blocks in the order of gate and up.
     pub h: &'a Packed,
 }
 
@@ -111,9 +121,9 @@ pub fn vars(kind: Activation, dense: bool) -> Vars {
 }
 
 /// The variables of one function that packs its result.
-pub fn pack_vars(kind: Activation) -> Vars {
+pub fn pack_vars(kind: Activation, [by_row, blocks]: [bool; 2]) -> Vars {
     let mut all = pack::row_vars();
-    all.push(("kind", name(kind).into()));
+    all.extend([("kind", name(kind).into()), ("by_row", by_row.into()), ("blocks", blocks.into())]);
     all
 }
 
@@ -139,10 +149,12 @@ impl ActivatePack<'_> {
     /// # Errors
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        if let Some(blocks) = &self.h.blocks {
+        if let Some(blocks) = self.h.blocks.as_ref().filter(|_| activation_blocks::takes(self.width)) {
             return self.record_blocks(rec, pass, blocks);
         }
-        let pipeline = pipeline(rec.gpu(), &ACTIVATION_PACK, pack_vars(self.kind))?;
+        let Packed { by_row, ref blocks, .. } = *self.h;
+        let kernel = if blocks.is_some() { &ACTIVATION_PACK_BLOCKS } else { &ACTIVATION_PACK };
+        let pipeline = pipeline(rec.gpu(), kernel, pack_vars(self.kind, [by_row, blocks.is_some()]))?;
         let (alpha, limit) = constants(self.kind);
         let params = ActivationPackParams {
             rows: self.rows as u32,
@@ -153,8 +165,13 @@ impl ActivatePack<'_> {
             exponents: self.x.exponents(),
             w_unscale: self.w_unscale,
             places_base: self.aligned.places_base,
+            blocks: blocks.as_ref().map_or(0, |b| b.per_row as u32),
+            pad0: 0,
+            pad1: 0,
+            pad2: 0,
         };
-        let buffers = [self.gate_up, self.ids, &self.aligned.view, &self.x.view, &self.h.view];
+        let mut buffers = vec![self.gate_up, self.ids, &self.aligned.view, &self.x.view, &self.h.view];
+        buffers.extend(blocks.as_ref().map(|b| &b.view));
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &Grid::folded(1, self.rows as u32));
         Ok(())
     }

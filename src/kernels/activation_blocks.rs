@@ -1,4 +1,4 @@
-//! The activation in front of a direct product, which takes h as blocks in the order of the tiles.
+//! The activation of narrow experts in front of a direct product, which takes h as blocks in the order of the tiles.
 
 use crate::activation::Activation;
 use crate::error::Result;
@@ -42,16 +42,24 @@ params! {
     }
 }
 
-/// Groups of four columns that a lane loads at a time: experts of 768 columns take two rounds.
-const AT_ONCE: u32 = 6;
+/// Lanes of a row, and values that one keeps at most.
+const LANES: usize = 16;
+const MOST_VALUES: usize = 64;
 
-/// The variables of one function, for tiles of `height` pairs, and whether rows are written as well.
-pub fn vars(kind: Activation, height: u32, by_row: bool) -> Vars {
-    vec![("kind", name(kind).into()), ("height", height.into()), ("by_row", by_row.into()), ("at_once", AT_ONCE.into())]
+/// Whether experts of `width` columns are narrow enough for it; those of wider ones are taken by
+/// [`activation_pack`](crate::kernels::activation).
+pub fn takes(width: usize) -> bool {
+    width <= LANES * MOST_VALUES
+}
+
+/// The variables of one function, for tiles of `height` pairs of experts of `width` columns, and whether rows are written as well.
+pub fn vars(kind: Activation, height: u32, width: usize, by_row: bool) -> Vars {
+    let quads = (width / 4).div_ceil(LANES) as u32;
+    vec![("kind", name(kind).into()), ("height", height.into()), ("quads", quads.into()), ("by_row", by_row.into())]
 }
 
 impl ActivatePack<'_> {
-    /// The same with `blocks`.
+    /// The same with `blocks` of narrow experts.
     pub(super) fn record_blocks(
         &self,
         rec: &mut Recording,
@@ -59,7 +67,7 @@ impl ActivatePack<'_> {
         blocks: &Blocks,
     ) -> Result<()> {
         let height = self.aligned.tile as u32;
-        let pipeline = pipeline(rec.gpu(), &ACTIVATION_BLOCKS, vars(self.kind, height, self.h.by_row))?;
+        let pipeline = pipeline(rec.gpu(), &ACTIVATION_BLOCKS, vars(self.kind, height, self.width, self.h.by_row))?;
         let (alpha, limit) = constants(self.kind);
         let params = ActivationBlocksParams {
             rows: self.rows as u32,

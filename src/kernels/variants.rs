@@ -38,6 +38,9 @@ const EXPERTS: [usize; 6] = [16, 32, 64, 128, 256, 512];
 /// Query heads of a workgroup that splits a context; the numbers of known models stand for all from 1 to 8.
 const SPLIT_HEADS: [usize; 5] = [1, 2, 4, 7, 8];
 
+/// Columns of narrow experts.
+const NARROW: [usize; 3] = [64, 768, 1024];
+
 const ACTIVATIONS: [Activation; 4] = [
     Activation::Silu,
     Activation::Gelu,
@@ -355,10 +358,15 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
         }
     }
     for kind in ACTIVATIONS {
-        all.push((&activation::ACTIVATION_PACK, activation::pack_vars(kind)));
+        for forms in pack::FORMS {
+            let kernel = if forms[1] { &activation::ACTIVATION_PACK_BLOCKS } else { &activation::ACTIVATION_PACK };
+            all.push((kernel, activation::pack_vars(kind, forms)));
+        }
         for (tile, by_row) in tiles(caps).iter().filter(|t| t.direct).flat_map(|t| [(t, false), (t, true)]) {
-            let vars = activation_blocks::vars(kind, tile.height, by_row);
-            all.push((&activation_blocks::ACTIVATION_BLOCKS, vars));
+            for width in NARROW {
+                let vars = activation_blocks::vars(kind, tile.height, width, by_row);
+                all.push((&activation_blocks::ACTIVATION_BLOCKS, vars));
+            }
         }
     }
     all.push((&combine::COMBINE_TILES, Vars::new()));
