@@ -149,7 +149,7 @@ pub(super) fn chunk(pairs: usize, buckets: usize) -> u32 {
 }
 
 /// Pairs that are aligned at once at most.
-pub const FEW: usize = 512;
+pub const FEW: usize = 256;
 
 /// The variables of the alignment at once of up to `most` pairs, one of [`FEW_SIZES`].
 pub fn few_vars(most: u32) -> Vars {
@@ -210,7 +210,7 @@ impl Align<'_> {
         dense.record_with(rec, pass, self.pairs <= FEW, (stride as u32, bits(used)))
     }
 
-    /// The same in one dispatch, for at most [`FEW`] pairs, or in two.
+    /// The same in one dispatch, if there are at most [`FEW`] pairs, or in two.
     ///
     /// # Errors
     /// As [`record`](Self::record).
@@ -231,7 +231,7 @@ impl Align<'_> {
         (params.stride, params.slots) = (stride, slots);
         let bytes = bytemuck::bytes_of(&params);
         let buffers = [self.ids, &aligned.view, &work];
-        if at_once {
+        if at_once && self.pairs <= FEW {
             let most = FEW_SIZES.into_iter().find(|most| self.pairs <= *most as usize).unwrap_or(FEW as u32);
             let pipeline = pipeline(rec.gpu(), &ALIGN_FEW, few_vars(most))?;
             rec.dispatch(pass, &pipeline, bytes, &buffers, &Grid::Direct([1, 1, 1]));
