@@ -190,8 +190,10 @@ fn main() -> ExitCode {
 fn parse() -> Cli {
     let command = values::take_negative(Cli::command());
     let parsed = command.try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
-    let first = std::env::args().nth(1).unwrap_or_default();
-    parsed.unwrap_or_else(|error| values::explained(error, &first).exit())
+    parsed.unwrap_or_else(|error| {
+        let first = std::env::args_os().nth(1).unwrap_or_default();
+        values::explained(error, &first.to_string_lossy()).exit()
+    })
 }
 
 /// 2 where the command line or a request is at fault, 1 for everything else.
