@@ -44,7 +44,13 @@ var<private> unscale: f32;
 {% endwith %}
 
 @compute @workgroup_size(256)
-fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
+fn main(
+    @builtin(workgroup_id) workgroup: vec3<u32>,
+    @builtin(subgroup_invocation_id) subgroup_lane: u32,
+    @builtin(subgroup_id) subgroup: u32,
+) {
+    // The sixteen lanes of a row belong to one subgroup.
+    let lane = subgroup * {{ width }}u + subgroup_lane;
     let tile = folded(workgroup);
     if (tile >= u32(ids[65])) {
         return;

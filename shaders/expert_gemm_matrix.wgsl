@@ -197,12 +197,12 @@ fn main(
     // A multiple of {{ ahead }} steps, of which the last may lie past the end of ragged rows. {{ "" if kept else "Not a number in high tiles: a compiler would unroll
     // the loop, and load where a value is needed." }}
     let steps = ({{ size.x_groups if kept else "params.x_groups" }} + {{ ahead * part - 1 }}u) / {{ ahead * part }}u * {{ ahead }}u;
-    {% if twice %}
+    {% if parted %}
     let first_step = min(depth_part * params.part_steps, steps);
     let end_step = min(first_step + params.part_steps, steps);
     {% endif %}
     {# Those of the first steps. #}
-    {% macro early(p) %}{{ "min(first_step + " ~ p ~ "u, steps - 1u)" if twice else p ~ "u" }}{% endmacro %}
+    {% macro early(p) %}{{ "min(first_step + " ~ p ~ "u, steps - 1u)" if parted else p ~ "u" }}{% endmacro %}
     {% for p in range(ahead) %}
     {{ fetch_w(p, early(p)) }}
     {% if p < x_ahead %}
@@ -221,7 +221,7 @@ fn main(
     {% set keeps_rows = true %}
     {% include "shared/fold_scan.wgsl" %}
     {% endif %}
-    for (var step = {{ "first_step" if twice else "0u" }}; step < {{ "end_step" if twice else "steps" }}; step = step + {{ ahead }}u) {
+    for (var step = {{ "first_step" if parted else "0u" }}; step < {{ "end_step" if parted else "steps" }}; step = step + {{ ahead }}u) {
         {% for p in range(ahead) %}
         {
             {% if ragged %}
@@ -274,7 +274,14 @@ fn main(
     {% if lora %}
     {% set u_tile = "x_tile" %}
     {% set b_tile = "w_tile" %}
-    {% include "shared/fold.wgsl" %}
+    {% if parted %}
+    // To one of the parts.
+    if (depth_part == 0u) {
+    {% else %}
+    {
+    {% endif %}
+        {% include "shared/fold.wgsl" %}
+    }
     {% endif %}
 
     {% if rows == "tiles" %}

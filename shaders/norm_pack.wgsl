@@ -3,6 +3,9 @@
 {% if plain %}
 // Beside that stands the norm in f32, for who reads it.
 {% endif %}
+{% if parts %}
+// A product in parts of its depth is added to x first.
+{% endif %}
 enable f16;
 
 struct NormPackParams {
@@ -21,15 +24,22 @@ struct NormPackParams {
 }
 
 @group(0) @binding(0) var<uniform> params: NormPackParams;
-@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>; // [T, D]
-@group(0) @binding(2) var<storage, read> weight: array<vec4<f32>>; // [D]
+{# In parts one is read less, and x is written, which comes last. #}
+{% set first = 3 if parts else 4 %}
+{% set last = first + 1 + (1 if blocks else 0) + (1 if plain else 0) %}
+@group(0) @binding({{ last if parts else 1 }}) var<storage, {{ "read_write" if parts else "read" }}> x: array<vec4<f32>>; // [T, D]
+@group(0) @binding({{ 1 if parts else 2 }}) var<storage, read> weight: array<vec4<f32>>; // [D]
+{% if parts %}
+@group(0) @binding(2) var<storage, read> added: array<vec4<f32>>; // [{{ parts }}, T, D]
+{% else %}
 @group(0) @binding(3) var<storage, read> gather: array<u32>; // [rows]; unused unless gathered
-@group(0) @binding(4) var<storage, read_write> packed: array<vec4<f16>>; // [rows, D], exponents [rows]
+{% endif %}
+@group(0) @binding({{ first }}) var<storage, read_write> packed: array<vec4<f16>>; // [rows, D], exponents [rows]
 {% if blocks %}
-@group(0) @binding(5) var<storage, read_write> blocks: array<vec4<f16>>; // [rows / 16, D / 16, 16, 16], exponents
+@group(0) @binding({{ first + 1 }}) var<storage, read_write> blocks: array<vec4<f16>>; // [rows / 16, D / 16, 16, 16], exponents
 {% endif %}
 {% if plain %}
-@group(0) @binding({{ 6 if blocks else 5 }}) var<storage, read_write> out: array<vec4<f32>>; // [rows, D]
+@group(0) @binding({{ first + 2 if blocks else first + 1 }}) var<storage, read_write> out: array<vec4<f32>>; // [rows, D]
 {% endif %}
 
 {% include "shared/rows.wgsl" %}
@@ -60,9 +70,11 @@ fn main(
     }
     // One variant for both: rows are many.
     var source = row * params.quads;
+    {% if not parts %}
     if (params.gathered != 0u) {
         source = gather[row] * params.quads;
     }
+    {% endif %}
     {% include "shared/norm_row.wgsl" %}
     var most = 0u;
     {% if loads %}

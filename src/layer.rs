@@ -151,7 +151,7 @@ impl MoeLayer {
     }
 
     /// Parts of its logits.
-    fn router_parts(&self, caps: &Capabilities, t: &MoeTensors<'_>) -> usize {
+    pub(crate) fn router_parts(&self, caps: &Capabilities, t: &MoeTensors<'_>) -> usize {
         Dense::parts(caps, t.tokens, &self.router, true)
     }
 
@@ -172,6 +172,7 @@ impl MoeLayer {
             weights: &self.router,
             adapters: t.router_adapters(),
             y: &logits,
+            parts,
             accumulate: false,
             exact: true,
             status: t.status,

@@ -231,7 +231,7 @@ fn check_many(gpu: &Gpu, Many { case, apart, folded }: &Many) -> Result<(), Stri
         let batch = batch.prepare(rec, pass, tokens, std::iter::once(&site), &status)?;
         let adapters = Some((&batch, &site, &factors));
         let (x, weights, y, exact, status) = (&x, &weights, &y.view, false, &status);
-        Dense { tokens, x, packed: None, weights, adapters, y, accumulate, exact, status }.record(rec, pass)
+        Dense { tokens, x, packed: None, weights, adapters, y, parts: 1, accumulate, exact, status }.record(rec, pass)
     });
     let labels = rec.labels();
     if gpu.capabilities().matrix {

@@ -22,7 +22,7 @@ use wgmoe::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
 use wgmoe::kernels::pack::{Form, pack};
 use wgmoe::kernels::pair_shrink::PairShrink;
 use wgmoe::kernels::runs::AlignRuns;
-use wgmoe::plan::matrix::{self, FOLDED_SLOTS, TILES, factor_exponent, largest_magnitude};
+use wgmoe::plan::matrix::{self, DEPTH_PARTS, FOLDED_SLOTS, TILES, factor_exponent, largest_magnitude};
 use wgmoe::plan::tuning::Tuning;
 use wgmoe::reference;
 use wgmoe::router::NoAdapter;
@@ -533,6 +533,8 @@ fn check_folded(
     let rows = tile.map_or(pairs, |tile| align_capacity(pairs, experts, tile));
     let before = if tile.is_some() { vec![UNWRITTEN_F32; rows * y_stride] } else { rng.floats(rows * y_stride) };
     let y = Output::of(gpu, &before, UNWRITTEN_F32);
+    // The same in parts of the depth, of a dense product whose x goes through workgroup memory.
+    let in_parts = Output::new(gpu, if tile.is_none() { DEPTH_PARTS * rows * y_stride } else { 0 }, UNWRITTEN_F32);
     let (x_view, ids_view) = (upload(gpu, &x), upload(gpu, &ids));
     let (mapping_view, status) = (upload(gpu, &mapping), upload(gpu, &[0u32]));
     let (aligned, packed) = run(gpu, |rec, pass| {
@@ -630,6 +632,12 @@ fn check_folded(
             adapters: Some(&folded),
         }
         .record(rec, pass)?;
+        if tile.is_none() && packed.by_row && pairs > 8 {
+            let (rows, x, weights, y, accumulate, parts) = (pairs, &packed, &w, &in_parts.view, false, DEPTH_PARTS);
+            let adapters = Some(&folded);
+            ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts, adapters }
+                .record(rec, pass)?;
+        }
         Ok((aligned, packed))
     });
     let got = y.read(gpu);
@@ -649,7 +657,19 @@ fn check_folded(
         theirs.extend(expected[p * out..(p + 1) * out].iter().enumerate().map(|(c, v)| v + residual(c)));
     }
     let off = rel_err(&ours, &theirs);
-    if off > tolerance(gpu) { Err(format!("off by {off}")) } else { Ok(()) }
+    if off > tolerance(gpu) {
+        return Err(format!("off by {off}"));
+    }
+    if tile.is_none() && packed.by_row && pairs > 8 {
+        let parts = in_parts.read(gpu);
+        let sum = |at: usize| parts[at..].iter().step_by(rows * y_stride).sum::<f32>() + before[at];
+        let ours: Vec<f32> = (0..pairs).flat_map(|p| (0..out).map(move |c| p * y_stride + c)).map(sum).collect();
+        let off = rel_err(&ours, &theirs);
+        if off > tolerance(gpu) {
+            return Err(format!("in parts off by {off}"));
+        }
+    }
+    Ok(())
 }
 
 #[test]

@@ -12,8 +12,9 @@ use gpu_run::{Output, read, replayed, run, upload};
 use wgmoe::Gpu;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::norm::Norm;
+use wgmoe::kernels::norm_pack;
 use wgmoe::kernels::pack::{Form, Packed, Reads, pack};
-use wgmoe::plan::matrix::{DENSE_TILES, MatrixTile};
+use wgmoe::plan::matrix::{DENSE_TILES, DEPTH_PARTS, MatrixTile};
 use wgmoe::reference;
 
 const LABELS: [&str; 2] = ["packed", "packed blocks"];
@@ -141,7 +142,7 @@ fn check_norm(gpu: &Gpu, [rows, width]: [usize; 2], form: Form, gathered: bool) 
         let packed = run(gpu, |rec, pass| {
             let (x, weight, gather) = (&x_view, &weight_view, gathered.then_some(&gather));
             let norm = Norm { rows, width, eps: 1e-6, x, weight, gather, out: &out.view };
-            norm.record_for(rec, pass, &Reads { plain, packed: Some(form) })
+            norm.record_for(rec, pass, &Reads { plain, packed: Some(form) }, None)
         });
         (out, packed.unwrap())
     };
@@ -159,12 +160,50 @@ fn check_norm(gpu: &Gpu, [rows, width]: [usize; 2], form: Form, gathered: bool) 
     if unpacked(gpu, &packed)? != unpacked(gpu, &behind)? {
         return Err("not what a pack leaves".to_owned());
     }
+    if !gathered && norm_pack::holds(gpu.capabilities(), width) {
+        return check_parts(gpu, &x[..rows * width], &weight, form);
+    }
     // What nobody reads is left alone.
     let (out, packed) = of(false);
     if out.read(gpu).iter().any(|v| v.to_bits() != UNWRITTEN_F32.to_bits()) {
         return Err("f32 was written".to_owned());
     }
     check(gpu, &packed, &got)
+}
+
+/// The norm of rows that parts of a product are added to first, with and without f32.
+fn check_parts(gpu: &Gpu, x: &[f32], weight: &[f32], form: Form) -> Result<(), String> {
+    let width = weight.len();
+    let rows = x.len() / width;
+    let parts: Vec<f32> = Rng::new(37).floats(DEPTH_PARTS * x.len());
+    let sum = |at: usize| parts[at..].iter().step_by(x.len()).fold(x[at], |sum, part| sum + part);
+    let sums: Vec<f32> = (0..x.len()).map(sum).collect();
+    let mut expected = vec![0.0; x.len()];
+    reference::rms_norm(&sums, weight, 1e-6, &mut expected);
+    for plain in [true, false] {
+        let hidden = Output::of(gpu, x, UNWRITTEN_F32);
+        let out = Output::new(gpu, x.len(), UNWRITTEN_F32);
+        let (parts, weight) = (upload(gpu, &parts), upload(gpu, weight));
+        let packed = run(gpu, |rec, pass| {
+            let norm = Norm { rows, width, eps: 1e-6, x: &hidden.view, weight: &weight, gather: None, out: &out.view };
+            norm.record_for(rec, pass, &Reads { plain, packed: Some(form) }, Some(&parts))
+        });
+        let off = rel_err(&hidden.read(gpu), &sums);
+        if off > TOL_F32 {
+            return Err(format!("sums are off by {off}"));
+        }
+        if plain && rel_err(&out.read(gpu), &expected) > TOL_F32 {
+            return Err("the norm of sums is off".to_owned());
+        }
+        for Unpacked { values, rests, exponents } in unpacked(gpu, &packed.unwrap())? {
+            let value = |at: usize| (values[at] + rests[at]) * (-exponents[at / width]).exp2();
+            let off = rel_err(&(0..x.len()).map(value).collect::<Vec<f32>>(), &expected);
+            if off > 1e-3 {
+                return Err(format!("packed sums are off by {off}"));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Norms of rows of these sizes in every form, gathered or not.

@@ -10,7 +10,7 @@ use common::{ROUTE_GAP, Rng, TOL_F32, UNWRITTEN_F32, UNWRITTEN_I32, rel_err};
 use gpu_run::{Output, run, upload};
 use wgmoe::Gpu;
 use wgmoe::kernels::route::Route;
-use wgmoe::plan::matrix::EXACT_PARTS;
+use wgmoe::plan::matrix::DEPTH_PARTS;
 use wgmoe::reference;
 use wgmoe::router::{GroupScore, RouteOptions, STATUS_NON_FINITE, Score};
 
@@ -26,9 +26,9 @@ fn route_on(
 ) -> (Vec<i32>, Vec<f32>, u32) {
     let whole = route_parts(gpu, logits, 1, bias, [tokens, experts, top_k], options);
     // In parts, of which one has the logit and the others nothing.
-    let mut parts = vec![0.0; EXACT_PARTS * logits.len()];
-    logits.iter().enumerate().for_each(|(i, logit)| parts[i % EXACT_PARTS * logits.len() + i] = *logit);
-    let added = route_parts(gpu, &parts, EXACT_PARTS, bias, [tokens, experts, top_k], options);
+    let mut parts = vec![0.0; DEPTH_PARTS * logits.len()];
+    logits.iter().enumerate().for_each(|(i, logit)| parts[i % DEPTH_PARTS * logits.len() + i] = *logit);
+    let added = route_parts(gpu, &parts, DEPTH_PARTS, bias, [tokens, experts, top_k], options);
     assert_eq!((&whole.0, whole.2), (&added.0, added.2), "logits in parts");
     let bits = |weights: &[f32]| weights.iter().map(|w| w.to_bits()).collect::<Vec<u32>>();
     assert_eq!(bits(&whole.1), bits(&added.1), "logits in parts");

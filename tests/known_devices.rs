@@ -19,11 +19,12 @@ use wgmoe::kernels::expert_gemm::{self, EXPERT_GEMM};
 use wgmoe::kernels::expert_gemm_direct::{self, EXPERT_GEMM_DIRECT};
 use wgmoe::kernels::expert_gemm_matrix::{self, EXPERT_GEMM_MATRIX, Flags, Sizes};
 use wgmoe::kernels::linker::label;
-use wgmoe::placement::Placement;
+use wgmoe::placement::{ExpertShare, Placement};
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::matrix::{self, tiles};
 use wgmoe::plan::pieces::cut;
 use wgmoe::plan::tuning::Tuning;
+use wgmoe::shape::MoeShape;
 use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, Gpu, GpuInfo, LoadOptions, Model, Request, Tier};
 use wgpu::{AdapterInfo, Backend, CooperativeMatrixProperties, CooperativeScalarType, DeviceType, Features, Limits};
 
@@ -272,5 +273,27 @@ fn a_layer_on_matrices_packs_its_tokens_once() {
         let packs: Vec<bool> =
             labels.iter().filter(|l| l.starts_with("pack[")).map(|l| l.contains(" twice ")).collect();
         assert_eq!(packs, [true], "{labels:?}");
+    }
+}
+
+#[test]
+fn logits_in_parts_are_added_up_before_experts_are_chosen() {
+    let shape = MoeShape { experts: 64, top_k: 1, ..SHAPE };
+    for gpu in DEVICES.iter().map(open).filter(|gpu| gpu.capabilities().matrix && gpu.capabilities().along_depth) {
+        for (exact_matrix_rows, chosen_late) in [(9, false), (65_535, true)] {
+            let own = gpu.capabilities();
+            let tuning = Tuning { exact_matrix_rows, ..own.tuning };
+            let gpu = gpu.with_capabilities(Capabilities { tuning, ..own.clone() });
+            let share = ExpertShare::whole(shape.experts, shape.expert_width).unwrap();
+            let twin = Twin::of(&gpu, DType::Bf16, shape, share);
+            let (tokens, mut rec) = (12, poisoned(&gpu));
+            let x = Rng::new(7).floats(tokens * shape.hidden);
+            let batch = OnDevice::new(&gpu, &Batch { x, mapping: vec![-1; tokens], residual: None });
+            rec.labels();
+            gpu_run::run_in(&mut rec, |rec, pass| batch.record(rec, pass, &twin.device, None));
+            let labels = rec.labels();
+            // Single pairs choose for themselves, but only of whole logits.
+            assert_eq!(!labels.iter().any(|label| label.starts_with("route[")), chosen_late, "{labels:?}");
+        }
     }
 }

@@ -20,7 +20,7 @@ let expert = 0u;
 let label = 0;
 {% endif %}
 {% endif %}
-{% if twice is defined and twice %}
+{% if parted is defined and parted %}
 // Parts of the depth have tiles of columns of their own, and a y.
 let column_tiles = ({{ size.out_rows }} + {{ columns - 1 }}u) / {{ columns }}u;
 let depth_part = workgroup.x / column_tiles;

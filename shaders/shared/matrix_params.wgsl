@@ -39,7 +39,7 @@ struct ExpertGemmMatrixParams {
     step: u32,
     // Blocks of u that a projection has room for, where they go straight into matrices.
     room: u32,
-    // Steps of a part of the depth, where x has rests.
+    // Steps of a part of the depth, where workgroups share that out, too.
     part_steps: u32,
     pad0: u32,
     pad1: u32,

@@ -6,7 +6,11 @@ var squares = 0.0;
 {% for n in range(loads) %}
 let i{{ n }} = lane + {{ n * lanes }}u;
 let at{{ n }} = min(i{{ n }}, params.quads - 1u);
+{% if parts is defined and parts %}
+let read{{ n }} = x[source + at{{ n }}]{% for p in range(parts) %} + added[{{ p }}u * params.rows * params.quads + source + at{{ n }}]{% endfor %};
+{% else %}
 let read{{ n }} = x[source + at{{ n }}];
+{% endif %}
 let weight{{ n }} = weight[at{{ n }}];
 {% endfor %}
 {% for n in range(loads) %}
@@ -18,6 +22,13 @@ for (var i = lane; i < params.quads; i = i + {{ lanes }}u) {
     let v = x[source + i];
     squares = squares + dot(v, v);
 }
+{% endif %}
+{% if parts is defined and parts %}
+{% for n in range(loads) %}
+if (i{{ n }} < params.quads) {
+    x[source + i{{ n }}] = read{{ n }};
+}
+{% endfor %}
 {% endif %}
 squares = reduce_sum(squares, lane);
 let factor = inverseSqrt(squares * params.scale + params.eps);

@@ -25,7 +25,7 @@ if (plain) {
                 let factor = subgroupShuffle(unscale, r);
                 if (target_row < params.rows && column < {{ size.out_rows }}) {
                     let value = y_tile[strip_begin + r * {{ strip }}u + subgroup_lane % {{ strip }}u] * factor * params.w_unscale;
-                    let to = {{ "y_part + " if twice is defined and twice }}target_row * {{ size.y_stride }} + params.out_begin + column;
+                    let to = {{ "y_part + " if parted is defined and parted }}target_row * {{ size.y_stride }} + params.out_begin + column;
                     if (params.accumulate != 0u) {
                         y[to] = y[to] + value;
                     } else {

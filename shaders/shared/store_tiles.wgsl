@@ -5,7 +5,7 @@
 {% else %}
 if (first_column + column_begin + {{ j * 16 }}u < {{ size.out_rows }}) {
 {% endif %}
-    let at = {{ "y_part + " if twice is defined and twice }}(first_row + row_begin) * {{ size.y_stride }} + params.out_begin + first_column + column_begin + {{ j * 16 }}u;
+    let at = {{ "y_part + " if parted is defined and parted }}(first_row + row_begin) * {{ size.y_stride }} + params.out_begin + first_column + column_begin + {{ j * 16 }}u;
     {% for i in range(sub_rows // 16) %}
     {
         {{ m.hold("block", "sum" ~ i ~ "_" ~ j) }}

@@ -7,6 +7,7 @@ use crate::kernels::activation::{ActivatePack, constants, name};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::pack::Blocks;
 use crate::kernels::params::params;
+use crate::plan::capabilities::Capabilities;
 use crate::plan::matrix::EDGE;
 
 /// The shader.
@@ -53,9 +54,15 @@ pub fn takes(width: usize) -> bool {
 }
 
 /// The variables of one function, for tiles of `height` pairs of experts of `width` columns, and whether rows are written as well.
-pub fn vars(kind: Activation, height: u32, width: usize, by_row: bool) -> Vars {
+pub fn vars(caps: &Capabilities, kind: Activation, height: u32, width: usize, by_row: bool) -> Vars {
     let quads = (width / 4).div_ceil(LANES) as u32;
-    vec![("kind", name(kind).into()), ("height", height.into()), ("quads", quads.into()), ("by_row", by_row.into())]
+    vec![
+        ("kind", name(kind).into()),
+        ("height", height.into()),
+        ("quads", quads.into()),
+        ("width", caps.row_lanes.into()),
+        ("by_row", by_row.into()),
+    ]
 }
 
 impl ActivatePack<'_> {
@@ -67,7 +74,11 @@ impl ActivatePack<'_> {
         blocks: &Blocks,
     ) -> Result<()> {
         let height = self.aligned.tile as u32;
-        let pipeline = pipeline(rec.gpu(), &ACTIVATION_BLOCKS, vars(self.kind, height, self.width, self.h.by_row))?;
+        let pipeline = pipeline(
+            rec.gpu(),
+            &ACTIVATION_BLOCKS,
+            vars(rec.gpu().capabilities(), self.kind, height, self.width, self.h.by_row),
+        )?;
         let (alpha, limit) = constants(self.kind);
         let params = ActivationBlocksParams {
             rows: self.rows as u32,

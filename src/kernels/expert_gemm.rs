@@ -208,8 +208,7 @@ pub(crate) fn dense_on_matrices(
     exact: bool,
 ) -> Option<MatrixTile> {
     let possible = caps.matrix && weights.exponent.get().is_some() && (!exact || matrix::exact(caps, rows));
-    let cut =
-        if exact { matrix::exact_cut } else { |caps: &_, rows, columns| matrix::dense(caps, rows, columns, false) };
+    let cut = if exact { matrix::parted } else { |caps: &_, rows, columns| matrix::dense(caps, rows, columns, false) };
     cut(caps, rows, weights.out_dim).filter(|_| possible)
 }
 

@@ -104,7 +104,8 @@ pub struct ExpertGemmMatrix<'a> {
     pub y_stride: usize,
     /// Add to y; only when dense.
     pub accumulate: bool,
-    /// Parts of the depth, whose sums lie behind each other: f32 `[parts, rows, y_stride]`; 1 but for x that is packed twice.
+    /// Parts of the depth, whose sums lie behind each other: f32 `[parts, rows, y_stride]`. Several only when dense, and without adding
+    /// to y.
     pub parts: usize,
     /// Adapters; only for weights whose exponent is 0.
     pub adapters: Option<&'a Folded<'a>>,
@@ -145,6 +146,8 @@ pub struct Flags {
     pub twice: bool,
     /// Adapters are added.
     pub lora: bool,
+    /// Workgroups share out the depth, too.
+    pub parted: bool,
     /// Some tile of columns lies across the border of two projections of the adapters, or they alternate.
     pub across: bool,
 }
@@ -189,7 +192,7 @@ pub fn vars(
     dtype: DType,
     rows: &'static str,
     tile: MatrixTile,
-    Flags { scaled, ragged, twice, lora, across }: Flags,
+    Flags { scaled, ragged, twice, lora, parted, across }: Flags,
     sizes: &Sizes,
 ) -> Vars {
     let mut vars: Vars = vec![
@@ -211,6 +214,7 @@ pub fn vars(
         ("ragged", ragged.into()),
         ("twice", twice.into()),
         ("lora", lora.into()),
+        ("parted", parted.into()),
     ];
     if lora {
         vars.extend([("across", across.into()), ("lift", matrix::LIFT.into())]);
@@ -230,13 +234,13 @@ impl ExpertGemmMatrix<'_> {
         let depth = if twice { 2 * self.x.width } else { self.x.width };
         let tile = match self.select {
             Rows::Tiles(aligned) => MatrixTile::of(rec.gpu().capabilities(), aligned.tile).filter(|_| !self.accumulate),
-            Rows::Dense if twice => {
-                let cut = matrix::exact_cut(rec.gpu().capabilities(), self.rows, w.out_dim);
+            Rows::Dense if twice || self.parts > 1 => {
+                let cut = matrix::parted(rec.gpu().capabilities(), self.rows, w.out_dim);
                 cut.filter(|_| self.parts == 1 || !self.accumulate)
             }
             Rows::Dense => {
                 let staged = self.x.blocks.is_none();
-                matrix::dense(rec.gpu().capabilities(), self.rows, w.out_dim, staged).filter(|_| self.parts == 1)
+                matrix::dense(rec.gpu().capabilities(), self.rows, w.out_dim, staged)
             }
             Rows::Pairs(_) => None,
         };
@@ -262,6 +266,7 @@ impl ExpertGemmMatrix<'_> {
             ragged,
             twice,
             lora: self.adapters.is_some(),
+            parted: twice || self.parts > 1,
             across: spans.as_ref().is_some_and(|s| s.step > 1 || !s.out_begin.iter().all(within)),
         };
         let rows = self.select.name();
@@ -289,7 +294,8 @@ impl ExpertGemmMatrix<'_> {
             let sizes = Sizes {
                 groups: (w.in_dim / 8) as u32,
                 x_groups: x_groups as u32,
-                x_stride: (self.x.stride() / 8) as u32,
+                // Rows in blocks are as long as they are multiplied.
+                x_stride: if tile.direct { 0 } else { (self.x.stride() / 8) as u32 },
                 out_rows: piece.rows as u32,
                 y_stride: self.y_stride as u32,
             };

@@ -50,13 +50,18 @@ pub fn vars(caps: &Capabilities, gathered: bool, width: usize) -> Vars {
     [vec![("gathered", gathered.into())], row_vars(caps, width)].concat()
 }
 
+/// What a lane loads of such a row and keeps, in vec4; 0 where it does not keep it.
+pub(crate) fn loads(caps: &Capabilities, width: usize) -> u32 {
+    let LongRow { lanes, subgroups, .. } = LongRow::of(caps);
+    let loads = (width / 4).div_ceil(lanes as usize).next_power_of_two() as u32;
+    if subgroups > 1 && loads <= MOST_LOADS { loads } else { 0 }
+}
+
 /// Those of every shader that norms such rows.
 pub(crate) fn row_vars(caps: &Capabilities, width: usize) -> Vars {
     let LongRow { lanes, subgroups, one_subgroup } = LongRow::of(caps);
-    let loads = (width / 4).div_ceil(lanes as usize).next_power_of_two() as u32;
-    let loads = if subgroups > 1 && loads <= MOST_LOADS { loads } else { 0 };
     vec![
-        ("loads", loads.into()),
+        ("loads", loads(caps, width).into()),
         ("lanes", lanes.into()),
         ("subgroups", subgroups.into()),
         ("one_subgroup", one_subgroup.into()),

@@ -5,14 +5,17 @@ use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::norm::{self, Norm};
 use crate::kernels::pack::{Packed, Reads};
 use crate::kernels::params::params;
-use crate::kernels::{Grid, Recording};
+use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;
+use crate::plan::matrix::DEPTH_PARTS;
 
 /// The shader: where it writes rows alone, beside them blocks or f32, and all three.
-pub static NORM_PACK: [Kernel; 3] = [of(1), of(2), of(3)];
+pub static NORM_PACK: [Kernel; 3] = [of(3, 1), of(3, 2), of(3, 3)];
+/// The same where parts are added to x, which is written.
+pub static NORM_PACK_PARTS: [Kernel; 3] = [of(2, 2), of(2, 3), of(2, 4)];
 
-const fn of(writes: usize) -> Kernel {
-    Kernel { stem: "norm_pack", reads: 3, writes }
+const fn of(reads: usize, writes: usize) -> Kernel {
+    Kernel { stem: "norm_pack", reads, writes }
 }
 
 params! {
@@ -45,6 +48,13 @@ pub struct NormPack<'a> {
     pub plain: bool,
     /// `[rows, D]`, written.
     pub packed: &'a Packed,
+    /// f32 `[`[`DEPTH_PARTS`]`, rows, D]`, added to x first, which is written: for rows that a lane [`holds`], and that are not gathered.
+    pub parts: Option<&'a View>,
+}
+
+/// Whether the lanes of a workgroup hold a row of `width` values, so that something can be added to it on the way.
+pub fn holds(caps: &Capabilities, width: usize) -> bool {
+    norm::loads(caps, width) > 0
 }
 
 /// The variant for rows of `width` columns: whether rows come twice, as rows, and as blocks; and in f32, too.
@@ -53,12 +63,14 @@ pub fn variant(
     width: usize,
     twice: bool,
     [by_row, blocks]: [bool; 2],
-    plain: bool,
+    [plain, parted]: [bool; 2],
 ) -> (&'static Kernel, Vars) {
     let mut all = norm::row_vars(caps, width);
     let of = [("twice", twice), ("by_row", by_row), ("blocks", blocks), ("plain", plain)];
     all.extend(of.map(|(name, on)| (name, on.into())));
-    (&NORM_PACK[usize::from(blocks) + usize::from(plain)], all)
+    all.push(("parts", if parted { DEPTH_PARTS as u32 } else { 0 }.into()));
+    let kernels = if parted { &NORM_PACK_PARTS } else { &NORM_PACK };
+    (&kernels[usize::from(blocks) + usize::from(plain)], all)
 }
 
 impl NormPack<'_> {
@@ -70,7 +82,8 @@ impl NormPack<'_> {
         let Norm { rows, width, eps, x, weight, gather, out } = self.norm;
         let Packed { view, twice, by_row, blocks, .. } = self.packed;
         let forms = [*by_row, blocks.is_some()];
-        let (kernel, vars) = variant(rec.gpu().capabilities(), width, *twice, forms, self.plain);
+        let (kernel, vars) =
+            variant(rec.gpu().capabilities(), width, *twice, forms, [self.plain, self.parts.is_some()]);
         let pipeline = pipeline(rec.gpu(), kernel, vars)?;
         let [per_row, block_exponents] = blocks.as_ref().map_or([0; 2], |b| [b.per_row as u32, b.exponents]);
         let params = NormPackParams {
@@ -83,16 +96,21 @@ impl NormPack<'_> {
             gathered: u32::from(gather.is_some()),
             pad0: 0,
         };
-        let mut buffers = vec![x, weight, gather.unwrap_or(x), view];
+        let mut buffers = match self.parts {
+            Some(parts) => vec![weight, parts, view],
+            None => vec![x, weight, gather.unwrap_or(x), view],
+        };
         buffers.extend(blocks.as_ref().map(|b| &b.view));
         buffers.extend(self.plain.then_some(out));
+        buffers.extend(self.parts.map(|_| x));
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &Grid::folded(1, rows as u32));
         Ok(())
     }
 }
 
 impl Norm<'_> {
-    /// Records the norm as its readers take it, and returns what it packed for them. `out` is written where one reads f32.
+    /// Records the norm as its readers take it, and returns what it packed for them. `out` is written where one reads f32. `parts` are
+    /// those of [`NormPack`], for readers of packed rows alone.
     ///
     /// # Errors
     /// When the device refuses the shader or has no room for scratch.
@@ -101,6 +119,7 @@ impl Norm<'_> {
         rec: &mut Recording,
         pass: &mut wgpu::ComputePass<'_>,
         reads: &Reads,
+        parts: Option<&View>,
     ) -> Result<Option<Packed>> {
         let Some(form) = &reads.packed else {
             self.record(rec, pass)?;
@@ -108,7 +127,7 @@ impl Norm<'_> {
         };
         let labels = ["packed x", "packed x in blocks"];
         let packed = Packed::scratch_for(rec, labels, self.rows, self.width, form)?;
-        NormPack { norm: self, plain: reads.plain, packed: &packed }.record(rec, pass)?;
+        NormPack { norm: self, plain: reads.plain, packed: &packed, parts }.record(rec, pass)?;
         Ok(Some(packed))
     }
 }

@@ -17,7 +17,7 @@ use crate::kernels::{
 use crate::plan::attention::{self as attention_plan, MATRIX_WIDTHS};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::classes::classes;
-use crate::plan::matrix::{EDGE, EXACT_PARTS, MatrixTile, dense_tiles, tiles};
+use crate::plan::matrix::{DEPTH_PARTS, EDGE, MatrixTile, dense_tiles, tiles};
 use crate::plan::rows::FEW_TILE;
 use crate::router::{GroupScore, RouteOptions, Score};
 
@@ -146,7 +146,7 @@ fn routes(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
         for (groups, group_score) in [(1, GroupScore::Max), (4, GroupScore::Max), (4, GroupScore::TopTwo)] {
             for biased in [false, true] {
                 let options = RouteOptions { score, groups, group_score, ..RouteOptions::default() };
-                let parts = [1, EXACT_PARTS].into_iter();
+                let parts = [1, DEPTH_PARTS].into_iter();
                 for (experts, parts) in parts.flat_map(|parts| EXPERTS.map(|experts| (experts, parts))) {
                     let variant = (&route::ROUTE, route::vars(caps, &options, biased, experts, parts));
                     if !all.contains(&variant) {
@@ -267,9 +267,11 @@ fn packing_norms(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) {
     let forms = pack::FORMS.map(|forms| (false, forms)).into_iter().chain([(true, [true, false])]);
     for (twice, forms) in forms {
         for (width, plain) in WIDTHS.into_iter().flat_map(|width| [(width, false), (width, true)]) {
-            let variant = norm_pack::variant(caps, width, twice, forms, plain);
-            if !all.contains(&variant) {
-                all.push(variant);
+            for parted in [false, true].into_iter().take(1 + usize::from(norm_pack::holds(caps, width))) {
+                let variant = norm_pack::variant(caps, width, twice, forms, [plain, parted]);
+                if !all.contains(&variant) {
+                    all.push(variant);
+                }
             }
         }
     }
@@ -325,7 +327,8 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
             let all_tiles = all_tiles.flat_map(|(rows, tile)| of_sizes.iter().map(move |s| (rows, tile, s)));
             let (direct, staged): (Vec<_>, Vec<_>) = all_tiles.partition(|(_, t, _)| t.direct);
             for (rows, tile, sizes) in direct {
-                let sizes = Sizes { x_groups: tile.blocks(sizes.groups as usize * 8) as u32, ..*sizes };
+                let x_groups = tile.blocks(sizes.groups as usize * 8) as u32;
+                let sizes = Sizes { x_groups, x_stride: 0, ..*sizes };
                 let vars = |flags| expert_gemm_direct::vars(caps, dtype, rows, tile, flags, &sizes);
                 all.push((&expert_gemm_direct::EXPERT_GEMM_DIRECT, vars(plain)));
                 for across in [false, true].into_iter().filter(|_| !scaled) {
@@ -336,16 +339,20 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
             for (rows, tile, sizes) in staged {
                 let vars = |flags| expert_gemm_matrix::vars(caps, dtype, rows, tile, flags, sizes);
                 all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars(plain)));
+                let parted = |flags| (rows == "dense").then_some(Flags { parted: true, ..flags });
                 if rows == "dense" {
+                    all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars(Flags { parted: true, ..plain })));
                     let sizes = Sizes { x_groups: 2 * sizes.groups, x_stride: 2 * sizes.groups, ..*sizes };
-                    let flags = Flags { twice: true, ..plain };
+                    let flags = Flags { twice: true, parted: true, ..plain };
                     let vars = expert_gemm_matrix::vars(caps, dtype, rows, tile, flags, &sizes);
                     all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars));
                 }
                 for across in [false, true] {
                     if !scaled {
                         let flags = Flags { lora: true, across, ..plain };
-                        all.push((&expert_gemm_matrix::EXPERT_GEMM_FOLDED, vars(flags)));
+                        for flags in [Some(flags), parted(flags)].into_iter().flatten() {
+                            all.push((&expert_gemm_matrix::EXPERT_GEMM_FOLDED, vars(flags)));
+                        }
                     }
                 }
             }
@@ -364,7 +371,7 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
         }
         for (tile, by_row) in tiles(caps).iter().filter(|t| t.direct).flat_map(|t| [(t, false), (t, true)]) {
             for width in NARROW {
-                let vars = activation_blocks::vars(kind, tile.height, width, by_row);
+                let vars = activation_blocks::vars(caps, kind, tile.height, width, by_row);
                 all.push((&activation_blocks::ACTIVATION_BLOCKS, vars));
             }
         }

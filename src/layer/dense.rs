@@ -11,7 +11,7 @@ use crate::kernels::pair_shrink::{PairShrink, Shrunk};
 use crate::kernels::{Recording, View};
 use crate::layer::LoraBatch;
 use crate::plan::capabilities::Capabilities;
-use crate::plan::matrix::{EDGE, EXACT_PARTS, MatrixTile};
+use crate::plan::matrix::{self, DEPTH_PARTS, EDGE, MatrixTile};
 use crate::plan::rows;
 
 /// Semantics: `y[t] (+)= W · x[t]`, and what the adapter of token t changes at the site.
@@ -26,8 +26,10 @@ pub struct Dense<'a> {
     pub weights: &'a Weights,
     /// The adapters of the batch, the site and its factors; `None` where no token has one.
     pub adapters: Option<Adapters<'a>>,
-    /// f32 `[T, out]`, written or added to; `[parts, T, out]` with several [`parts`](Self::parts).
+    /// f32 `[T, out]`, written or added to; `[parts, T, out]`, written, in several parts.
     pub y: &'a View,
+    /// Parts of the depth, whose sum the product is: those that [`Dense::parts`] tells, or 1.
+    pub parts: usize,
     /// Add to y.
     pub accumulate: bool,
     /// As exact as f32 arithmetic on every tier, and one product for all numbers of rows: for the router.
@@ -86,9 +88,12 @@ impl Way {
 const LABELS: [&str; 2] = ["packed", "packed blocks"];
 
 impl Dense<'_> {
-    /// Parts that `y` has where a product must be exact: their sum is the product.
-    pub(crate) fn parts(caps: &Capabilities, tokens: usize, weights: &Weights, exact: bool) -> usize {
-        if exact && dense_on_matrices(caps, tokens, weights, exact).is_some() { EXACT_PARTS } else { 1 }
+    /// Parts of its depth in which such a product is best recorded, for a reader of y that adds them up.
+    pub fn parts(caps: &Capabilities, tokens: usize, weights: &Weights, exact: bool) -> usize {
+        let Weights { out_dim, in_dim, .. } = *weights;
+        let few = !exact && Cut::of(caps, tokens, out_dim, in_dim).is_some();
+        let possible = !few && dense_on_matrices(caps, tokens, weights, exact).is_some();
+        if possible && (exact || matrix::parts(caps, tokens, out_dim, in_dim)) { DEPTH_PARTS } else { 1 }
     }
 
     /// In which forms such a product reads x.
@@ -143,10 +148,7 @@ impl Dense<'_> {
         let (rows, row_div, select, y_stride) = (tokens, 1, Rows::Dense, out_dim);
         let gemm = ExpertGemm { rows, row_div, select, x, weights, y, y_stride, accumulate, exact };
         match &packed {
-            Some(packed) => {
-                let parts = Self::parts(rec.gpu().capabilities(), tokens, weights, exact);
-                gemm.record_packed(rec, pass, packed, parts)?;
-            }
+            Some(packed) => gemm.record_packed(rec, pass, packed, self.parts)?,
             None => gemm.record(rec, pass)?,
         }
         let Some((batch, site, factors)) = adapters else { return Ok(()) };
@@ -217,8 +219,8 @@ impl Dense<'_> {
         let used = batch.adapters();
         let folded = Folded { u, max_rank, token_lora_mapping, top_k, slots, used, experts, site, factors };
         let (select, weights, y, y_stride) = (Rows::Dense, self.weights, self.y, self.weights.out_dim);
-        let (accumulate, adapters) = (self.accumulate, Some(&folded));
-        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts: 1, adapters }
+        let (accumulate, parts, adapters) = (self.accumulate, self.parts, Some(&folded));
+        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts, adapters }
             .record(rec, pass)
     }
 }

@@ -30,7 +30,9 @@ impl MoeLayer {
     pub(super) fn chooses_late(&self, rec: &Recording, t: &MoeTensors<'_>) -> bool {
         let MoeShape { experts, top_k, .. } = self.shape;
         let rank = self.owners.is_none() && self.experts == experts && self.width > 0;
-        rank && self.few(rec.gpu().capabilities(), t) == Some(Few::Single)
+        // It reads whole logits.
+        rank && self.router_parts(rec.gpu().capabilities(), t) == 1
+            && self.few(rec.gpu().capabilities(), t) == Some(Few::Single)
             && self.activation.gated()
             && choice::possible(rec.gpu().capabilities(), &self.options, experts, top_k)
             && (t.lora.is_none() || self.shrinks_beside(rec, t))

@@ -67,7 +67,7 @@ impl LayerStep<'_> {
         let tensors = MoeTensors { tokens: t.rows, x: &x, out: hidden, accumulate: true, status: t.status, lora };
         // Other ranks are sent f32.
         let reads = Reads { plain: true, ..moe.router_reads(rec.gpu().capabilities(), &tensors) };
-        let packed = self.norm(&weights.mlp_norm, &x).record_for(rec, pass, &reads)?;
+        let packed = self.norm(&weights.mlp_norm, &x).record_for(rec, pass, &reads, None)?;
         let routed = moe.route_rows(rec, pass, &tensors, packed.as_ref())?;
         Ok((x, routed))
     }

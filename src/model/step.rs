@@ -13,6 +13,7 @@ use crate::kernels::expand_norm::{self, ExpandNorm};
 use crate::kernels::expert_gemm::Weights;
 use crate::kernels::lora::LoraSite;
 use crate::kernels::norm::Norm;
+use crate::kernels::norm_pack;
 use crate::kernels::pack::Reads;
 use crate::kernels::pair_shrink::Shrunk;
 use crate::kernels::rope::{AttentionShape, Heads, Rope};
@@ -21,6 +22,8 @@ use crate::layer::{Adapters, Dense, LoraBatch, MoeTensors};
 use crate::model::dispatch::add_returned;
 use crate::model::{Commands, DecoderLayer, KvCache, Mlp, Model};
 use crate::plan::attention::AttentionWork;
+use crate::plan::capabilities::Capabilities;
+use crate::plan::matrix::DEPTH_PARTS;
 
 /// What a step works on.
 pub struct StepTensors<'a> {
@@ -187,7 +190,7 @@ impl Model {
             };
             let adapters = adapters.as_ref().map(|(batch, site, factors)| (batch, *site, *factors));
             let reads = Dense::reads(rec.gpu().capabilities(), t.logit_rows, self.head(), adapters, false);
-            let packed = norm.record_for(rec, pass, &reads)?;
+            let packed = norm.record_for(rec, pass, &reads, None)?;
             Dense {
                 tokens: t.logit_rows,
                 x: &x,
@@ -195,6 +198,7 @@ impl Model {
                 weights: self.head(),
                 adapters,
                 y: &logits,
+                parts: 1,
                 accumulate: false,
                 exact: false,
                 status: t.status,
@@ -203,6 +207,14 @@ impl Model {
             Ok(Some(logits))
         })
     }
+}
+
+/// What `hidden` still lacks of the output projection, for the norm behind it to add.
+pub(super) enum Lacks {
+    /// The adapters of few rows.
+    Adapters(Shrunk),
+    /// All of it, f32 `[`[`DEPTH_PARTS`]`, T, D]`.
+    Parts(View),
 }
 
 /// One layer of a step.
@@ -219,14 +231,14 @@ pub(super) struct LayerStep<'a> {
 
 impl LayerStep<'_> {
     /// Attention of this rank's heads, in the place of `hidden`: added to it with `residual`, otherwise alone. Where the norm of
-    /// [`record_mlp`](Self::record_mlp) is `next`, it may be left to add some adapters: what is returned.
+    /// [`record_mlp`](Self::record_mlp) is `next`, it may be left to add something: what is returned.
     pub fn record_attention(
         &self,
         rec: &mut Recording,
         pass: &mut wgpu::ComputePass<'_>,
         residual: bool,
         next: bool,
-    ) -> Result<Option<Shrunk>> {
+    ) -> Result<Option<Lacks>> {
         let Self { model, weights: w, t, hidden, .. } = *self;
         let (c, heads) = (&model.config, &model.share.heads);
         let d = c.hidden;
@@ -234,8 +246,8 @@ impl LayerStep<'_> {
         let q_width = heads.q_range().len();
         let qkv_width = q_width + 2 * heads.kv_range().len();
         let x = rec.scratch("x", (t.rows * d * 4) as u64)?;
-        let reads = self.reads(rec, &w.qkv, &sites.qkv);
-        let packed = self.norm(&w.input_norm, &x).record_for(rec, pass, &reads)?;
+        let reads = self.reads(rec.gpu().capabilities(), &w.qkv, &sites.qkv);
+        let packed = self.norm(&w.input_norm, &x).record_for(rec, pass, &reads, None)?;
         let projected = self.project(rec, pass, &x)?;
         let (qkv, q) = match &projected {
             Some((heads, _)) => (heads.qkv.clone(), heads.q.clone()),
@@ -284,7 +296,15 @@ impl LayerStep<'_> {
                     .transpose()
             };
             if let Some(lacks) = o.record_shrink(rec, pass, u)? {
-                return Ok(Some(lacks));
+                return Ok(Some(Lacks::Adapters(lacks)));
+            }
+            let bytes = (DEPTH_PARTS * t.rows * d * 4) as u64;
+            let caps = rec.gpu().capabilities();
+            let added = norm_pack::holds(caps, d) && self.mlp_reads(caps).packed.is_some();
+            if added && bytes <= caps.max_binding_bytes && Dense::parts(caps, t.rows, &w.o, false) == DEPTH_PARTS {
+                let y = rec.scratch("o in parts", bytes)?;
+                Dense { y: &y, parts: DEPTH_PARTS, accumulate: false, ..o }.record(rec, pass)?;
+                return Ok(Some(Lacks::Parts(y)));
             }
         }
         o.record(rec, pass)?;
@@ -316,23 +336,24 @@ impl LayerStep<'_> {
     }
 
     /// The MLP, or this rank's experts. Those are put in the place of `hidden`: added to it with `residual`, otherwise alone.
-    /// `hidden` may lack adapters, which are added to it.
+    /// What `hidden` lacks is added to it.
     pub fn record_mlp(
         &self,
         rec: &mut Recording,
         pass: &mut wgpu::ComputePass<'_>,
         residual: bool,
-        lacks: Option<&Shrunk>,
+        lacks: Option<&Lacks>,
     ) -> Result<()> {
         let Self { model, weights: w, t, hidden, .. } = *self;
         let c = &model.config;
         let d = c.hidden;
-        let (sites, factors) = self.pool.layer(self.layer);
+        let (sites, _) = self.pool.layer(self.layer);
         let x = rec.scratch("x", (t.rows * d * 4) as u64)?;
         let normed = |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, reads: &Reads| match lacks {
-            None => self.norm(&w.mlp_norm, &x).record_for(rec, pass, reads),
+            None => self.norm(&w.mlp_norm, &x).record_for(rec, pass, reads, None),
+            Some(Lacks::Parts(parts)) => self.norm(&w.mlp_norm, &x).record_for(rec, pass, reads, Some(parts)),
             // Of few rows, which hardly anybody reads packed.
-            Some(adapters) => {
+            Some(Lacks::Adapters(adapters)) => {
                 let (rows, width, eps, weight) = (t.rows, d, c.rms_eps, &w.mlp_norm);
                 ExpandNorm { rows, width, eps, x: hidden, weight, adapters, out: &x }.record(rec, pass)?;
                 Ok(None)
@@ -340,11 +361,8 @@ impl LayerStep<'_> {
         };
         match &w.mlp {
             Mlp::Experts(moe) => {
-                let lora = t.lora.as_ref().map(|batch| (batch, sites, factors));
-                let tensors =
-                    MoeTensors { tokens: t.rows, x: &x, out: hidden, accumulate: residual, status: t.status, lora };
-                let reads = moe.reads(rec.gpu().capabilities(), &tensors);
-                let packed = normed(rec, pass, &reads)?;
+                let tensors = MoeTensors { accumulate: residual, ..self.tensors(&x) };
+                let packed = normed(rec, pass, &self.mlp_reads(rec.gpu().capabilities()))?;
                 let routed = moe.record_rows(rec, pass, &tensors, packed.as_ref())?;
                 if let Some(counts) = t.routing_counts {
                     let (valid_pairs, experts, topk_ids) = (t.rows * c.moe.top_k, c.moe.experts, &routed.topk_ids);
@@ -354,8 +372,7 @@ impl LayerStep<'_> {
             }
             Mlp::Dense { gate_up, down } => {
                 let f = c.dense_width;
-                let reads = self.reads(rec, gate_up, &sites.gate_up);
-                let packed = &normed(rec, pass, &reads)?;
+                let packed = &normed(rec, pass, &self.mlp_reads(rec.gpu().capabilities()))?;
                 let both = rec.scratch("dense gate_up", (t.rows * 2 * f * 4) as u64)?;
                 let product = self.dense(&x, gate_up, &sites.gate_up, &both, false);
                 Dense { packed: packed.as_ref(), ..product }.record(rec, pass)?;
@@ -377,12 +394,28 @@ impl LayerStep<'_> {
         accumulate: bool,
     ) -> Dense<'b> {
         let (tokens, status, exact, adapters) = (self.t.rows, self.t.status, false, self.adapters(site));
-        Dense { tokens, x, packed: None, weights, adapters, y, accumulate, exact, status }
+        Dense { tokens, x, packed: None, weights, adapters, y, parts: 1, accumulate, exact, status }
     }
 
     /// In which forms such a product reads x.
-    fn reads(&self, rec: &Recording, weights: &Weights, site: &LoraSite) -> Reads {
-        Dense::reads(rec.gpu().capabilities(), self.t.rows, weights, self.adapters(site), false)
+    fn reads(&self, caps: &Capabilities, weights: &Weights, site: &LoraSite) -> Reads {
+        Dense::reads(caps, self.t.rows, weights, self.adapters(site), false)
+    }
+
+    /// In which forms the MLP reads x.
+    fn mlp_reads(&self, caps: &Capabilities) -> Reads {
+        match &self.weights.mlp {
+            Mlp::Experts(moe) => moe.reads(caps, &self.tensors(self.hidden)),
+            Mlp::Dense { gate_up, .. } => self.reads(caps, gate_up, &self.pool.layer(self.layer).0.gate_up),
+        }
+    }
+
+    /// The tensors of the experts, with `x`.
+    fn tensors<'b>(&'b self, x: &'b View) -> MoeTensors<'b> {
+        let (sites, factors) = self.pool.layer(self.layer);
+        let (tokens, status) = (self.t.rows, self.t.status);
+        let lora = self.t.lora.as_ref().map(|batch| (batch, sites, factors));
+        MoeTensors { tokens, x, out: self.hidden, accumulate: false, status, lora }
     }
 
     /// The adapters of the batch at a site of this layer.

@@ -245,16 +245,29 @@ pub fn dense(caps: &Capabilities, rows: usize, columns: usize, staged: bool) -> 
     })
 }
 
-/// Parts of the depth of a product that must be as exact as f32 arithmetic: it has few columns, and twice the depth, and few
-/// workgroups that each walk all of it would wait for one load after another.
-pub const EXACT_PARTS: usize = 8;
+/// Parts of the depth of a dense product whose reader adds them up: of few rows or columns, few workgroups that each walk all of the
+/// depth would wait for one load after another.
+pub const DEPTH_PARTS: usize = 8;
 
-/// The cut of a dense product that must be as exact as f32 arithmetic, in [`EXACT_PARTS`] parts of its depth.
-pub fn exact_cut(caps: &Capabilities, rows: usize, columns: usize) -> Option<MatrixTile> {
+/// The cut of a dense product in [`DEPTH_PARTS`] parts of its depth.
+pub fn parted(caps: &Capabilities, rows: usize, columns: usize) -> Option<MatrixTile> {
     cut_of(caps, rows, columns, |tile, workgroups| {
-        !tile.direct && workgroups * EXACT_PARTS >= caps.tuning.matrix_workgroups
+        !tile.direct && workgroups * DEPTH_PARTS >= caps.tuning.matrix_workgroups
     })
 }
+
+/// Whether a dense product should come in such parts: where the tile that would make enough workgroups is lower than one that reads the
+/// weights once, and the depth has a few steps for each part.
+pub fn parts(caps: &Capabilities, rows: usize, columns: usize, depth: usize) -> bool {
+    let [whole, part] = [dense(caps, rows, columns, false), parted(caps, rows, columns)];
+    let higher = |whole: MatrixTile, part: MatrixTile| part.height > whole.height || (whole.height as usize) < rows;
+    whole.zip(part).is_some_and(|(whole, part)| !whole.direct && higher(whole, part))
+        && rows <= MOST_PARTED_ROWS
+        && depth >= 2 * DEPTH_PARTS * dense_tiles(caps)[0].depth as usize
+}
+
+/// Rows of products in parts: of more, writing the parts and reading them again would cost what they save.
+const MOST_PARTED_ROWS: usize = 256;
 
 /// The highest tile for a dense product that is `enough`, given how many workgroups it makes; the lowest if none is.
 fn cut_of(

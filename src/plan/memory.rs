@@ -2,6 +2,7 @@
 
 use crate::checkpoint::ModelConfig;
 use crate::placement::HeadShare;
+use crate::plan::matrix::DEPTH_PARTS;
 
 /// Bytes of keys and values that the engine takes when nobody asks for a context.
 const DEFAULT_CACHE_BYTES: u64 = 4 << 30;
@@ -59,7 +60,9 @@ fn widest_row(config: &ModelConfig, heads: &HeadShare) -> usize {
     let experts = config.moe.top_k * config.hidden.max(2 * config.moe.expert_width);
     // The adapters' intermediate: three projections of the largest rank that is read and a bias, one row a pair.
     let adapters = config.moe.top_k.max(1) * 3 * (crate::adapter::MAX_RANK + 1).next_multiple_of(8);
-    attention.max(experts).max(2 * config.dense_width).max(config.hidden).max(adapters)
+    // On matrices the router's logits come in parts.
+    let logits = DEPTH_PARTS * config.moe.experts;
+    attention.max(experts).max(2 * config.dense_width).max(config.hidden).max(adapters).max(logits)
 }
 
 #[cfg(test)]

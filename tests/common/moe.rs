@@ -25,7 +25,7 @@ use crate::gpu_run::{Output, run_in, upload, weights};
 
 pub const SHAPE: MoeShape = MoeShape { experts: 8, top_k: 3, hidden: 24, expert_width: 16 };
 /// Every scratch buffer of a layer, and words that are enough for each.
-const SCRATCH: [&str; 23] = [
+const SCRATCH: [&str; 25] = [
     "router logits",
     "topk_ids",
     "topk",
@@ -38,6 +38,8 @@ const SCRATCH: [&str; 23] = [
     "expert h",
     "expert y",
     "packed x",
+    "packed x in blocks",
+    "adapter runs",
     "packed h",
     "lora u",
     "pair sums",
