@@ -2,7 +2,7 @@
 // rotated, as in the transformers library), keys and values written to their place in the paged cache. One workgroup
 // for each row and head, or for some heads of many rows; attention reads q and the cache. The table comes from the host in f64: WGSL's own sine is
 // good to about 2^-11 only. With `pairs` a lane has at most that many elements of each half and keeps them: all that is read is
-// on its way before anything waits. With `lora` the heads still lack what adapters add, B u, and q stands in one buffer with them.
+// on its way before anything waits. With several `parts` the heads are their sum. With `lora` the heads still lack what adapters add, B u, and q stands in one buffer with them.
 struct RopeParams {
     rows: u32,
     heads: u32,
@@ -26,7 +26,7 @@ struct RopeParams {
 // f32 [T, (heads + 2 kv_heads) head_dim]; from u_base on u [T, 3, 4 + max_rank], as `pair_shrink` has it; from q_base on q.
 @group(0) @binding(6) var<storage, read_write> work: array<u32>;
 {% else %}
-@group(0) @binding(1) var<storage, read> qkv: array<f32>; // [T, (heads + 2 kv_heads) head_dim]
+@group(0) @binding(1) var<storage, read> qkv: array<f32>; // [{{ parts ~ ", " if parts > 1 }}T, (heads + 2 kv_heads) head_dim]
 @group(0) @binding(6) var<storage, read_write> q: array<f32>; // [T, heads head_dim]
 {% endif %}
 @group(0) @binding({{ at + 1 }}) var<storage, read> norms: array<f32>; // [2, head_dim]: query, key
@@ -54,7 +54,10 @@ fn write_q(at: u32, value: f32) {
 }
 {% else %}
 fn load_qkv(at: u32) -> f32 {
-    return qkv[at];
+    {% if parts > 1 %}
+    let part = params.rows * (params.heads + 2u * params.kv_heads) * params.head_dim;
+    {% endif %}
+    return {% for p in range(parts) %}{{ " + " if p > 0 }}qkv[at{% if p > 0 %} + {{ p }}u * part{% endif %}]{% endfor %};
 }
 
 fn write_q(at: u32, value: f32) {

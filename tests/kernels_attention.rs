@@ -14,6 +14,7 @@ use wgmoe::kernels::attention::Attention;
 use wgmoe::kernels::rope::{AttentionShape, Rope, rotary_table};
 use wgmoe::plan::attention::AttentionWork;
 use wgmoe::plan::capabilities::Capabilities;
+use wgmoe::plan::matrix::DEPTH_PARTS;
 use wgmoe::reference;
 
 const THETA: f64 = 10_000.0;
@@ -63,6 +64,10 @@ struct Cache {
 fn step(gpu: &Gpu, shape: AttentionShape, cache: &Cache, all: &[Sequence], rows: &[(usize, usize)]) -> [Vec<f32>; 2] {
     let row = (shape.heads + 2 * shape.kv_heads) * shape.head_dim;
     let qkv: Vec<f32> = rows.iter().flat_map(|(s, t)| all[*s].qkv[t * row..(t + 1) * row].to_vec()).collect();
+    // Of an odd number of rows in parts, of which one has the value and the others nothing.
+    let parts = if rows.len() % 2 == 1 { DEPTH_PARTS } else { 1 };
+    let part = |p: usize| qkv.iter().enumerate().map(move |(i, v)| if i % parts == p { *v } else { 0.0 });
+    let qkv: Vec<f32> = (0..parts).flat_map(part).collect();
     let row_table: Vec<[i32; 4]> = rows.iter().map(|(s, t)| [0, *t as i32, *s as i32, -1]).collect();
     let work = AttentionWork::new(gpu.capabilities(), &shape, &row_table);
     let items = if work.table.is_empty() { upload(gpu, &[[0; 4]]) } else { upload(gpu, &work.table) };
@@ -75,6 +80,7 @@ fn step(gpu: &Gpu, shape: AttentionShape, cache: &Cache, all: &[Sequence], rows:
             shape,
             eps: EPS,
             qkv: &qkv,
+            parts,
             norms: &cache.norms,
             table: &cache.table,
             row_table: &row_table,

@@ -219,6 +219,7 @@ fn rope_adds_what_a_product_left_to_it() {
                     shape,
                     eps: EPS,
                     qkv: &heads.qkv,
+                    parts: 1,
                     norms: &norms,
                     table: &table,
                     row_table: &row_table,

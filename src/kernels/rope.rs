@@ -64,8 +64,10 @@ pub struct Rope<'a> {
     pub shape: AttentionShape,
     /// Added to the mean square.
     pub eps: f64,
-    /// f32 `[T, (heads + 2 kv_heads) · head_dim]`.
+    /// f32 `[parts, T, (heads + 2 kv_heads) · head_dim]`.
     pub qkv: &'a View,
+    /// Parts whose sum the heads are: one with adapters.
+    pub parts: usize,
     /// f32 `[2, head_dim]`: query norm, key norm.
     pub norms: &'a View,
     /// f32 `[positions, head_dim / 2, 2]`: cos, sin.
@@ -147,9 +149,11 @@ pub fn heads_at_once(caps: &Capabilities, rows: usize) -> u32 {
     if caps.along_depth && rows >= MANY_ROWS { SUBGROUPS } else { 1 }
 }
 
-/// The variables on one device for heads of `head_dim` columns, so many a workgroup, with `lora` for those that lack adapters.
-pub fn vars(caps: &Capabilities, head_dim: usize, heads_at_once: u32, lora: bool) -> Vars {
+/// The variables on one device for heads of `head_dim` columns in so many parts, so many heads a workgroup, with `lora` for those that
+/// lack adapters.
+pub fn vars(caps: &Capabilities, head_dim: usize, heads_at_once: u32, parts: usize, lora: bool) -> Vars {
     vec![
+        ("parts", (parts as u32).into()),
         ("heads_at_once", heads_at_once.into()),
         ("pairs", pairs(caps, head_dim).into()),
         ("lora", lora.into()),
@@ -180,7 +184,7 @@ impl Rope<'_> {
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
         let s = &self.shape;
         let heads_at_once = heads_at_once(rec.gpu().capabilities(), self.rows);
-        let vars = vars(rec.gpu().capabilities(), s.head_dim, heads_at_once, self.adapters.is_some());
+        let vars = vars(rec.gpu().capabilities(), s.head_dim, heads_at_once, self.parts, self.adapters.is_some());
         let pipeline = pipeline(rec.gpu(), &ROPE, vars)?;
         let word = |view: &View| (view.offset / 4) as u32;
         let params = RopeParams {

@@ -121,11 +121,14 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
     all.push((&combine::COMBINE, Vars::new()));
     norms(caps, &mut all);
     for head_dim in HEAD_DIMS {
-        let rope = |rows: usize| (&rope::ROPE, rope::vars(caps, head_dim, rope::heads_at_once(caps, rows), false));
-        let expands = (&rope::ROPE, rope::vars(caps, head_dim, 1, true));
+        let rope = |rows: usize, parts: usize| {
+            (&rope::ROPE, rope::vars(caps, head_dim, rope::heads_at_once(caps, rows), parts, false))
+        };
+        let expands = (&rope::ROPE, rope::vars(caps, head_dim, 1, 1, true));
         let attention = (&attention::ATTENTION, attention::vars(caps, head_dim));
         let expands = Some(expands).filter(|_| rope::adds(caps, head_dim));
-        for variant in [rope(1), rope(1 << 12), attention].into_iter().chain(expands) {
+        let ropes = [1, 1 << 12].into_iter().flat_map(|rows| [rope(rows, 1), rope(rows, DEPTH_PARTS)]);
+        for variant in ropes.chain([attention]).chain(expands) {
             if !all.contains(&variant) {
                 all.push(variant);
             }

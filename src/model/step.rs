@@ -249,12 +249,16 @@ impl LayerStep<'_> {
         let reads = self.reads(rec.gpu().capabilities(), &w.qkv, &sites.qkv);
         let packed = self.norm(&w.input_norm, &x).record_for(rec, pass, &reads, None)?;
         let projected = self.project(rec, pass, &x)?;
+        let parts = match &projected {
+            None => self.parts(rec.gpu().capabilities(), &w.qkv),
+            Some(_) => 1,
+        };
         let (qkv, q) = match &projected {
             Some((heads, _)) => (heads.qkv.clone(), heads.q.clone()),
             None => {
-                let qkv = rec.scratch("qkv", (t.rows * qkv_width * 4) as u64)?;
+                let qkv = rec.scratch("qkv", (parts * t.rows * qkv_width * 4) as u64)?;
                 let packed = packed.as_ref();
-                Dense { packed, ..self.dense(&x, &w.qkv, &sites.qkv, &qkv, false) }.record(rec, pass)?;
+                Dense { packed, parts, ..self.dense(&x, &w.qkv, &sites.qkv, &qkv, false) }.record(rec, pass)?;
                 (qkv, rec.scratch("q", (t.rows * q_width * 4) as u64)?)
             }
         };
@@ -264,6 +268,7 @@ impl LayerStep<'_> {
             shape: t.attention,
             eps: c.rms_eps,
             qkv: &qkv,
+            parts,
             norms: &w.head_norms,
             table: t.rotary,
             row_table: t.row_table,
@@ -298,11 +303,10 @@ impl LayerStep<'_> {
             if let Some(lacks) = o.record_shrink(rec, pass, u)? {
                 return Ok(Some(Lacks::Adapters(lacks)));
             }
-            let bytes = (DEPTH_PARTS * t.rows * d * 4) as u64;
             let caps = rec.gpu().capabilities();
             let added = norm_pack::holds(caps, d) && self.mlp_reads(caps).packed.is_some();
-            if added && bytes <= caps.max_binding_bytes && Dense::parts(caps, t.rows, &w.o, false) == DEPTH_PARTS {
-                let y = rec.scratch("o in parts", bytes)?;
+            if added && self.parts(caps, &w.o) == DEPTH_PARTS {
+                let y = rec.scratch("o in parts", (DEPTH_PARTS * t.rows * d * 4) as u64)?;
                 Dense { y: &y, parts: DEPTH_PARTS, accumulate: false, ..o }.record(rec, pass)?;
                 return Ok(Some(Lacks::Parts(y)));
             }
@@ -395,6 +399,13 @@ impl LayerStep<'_> {
     ) -> Dense<'b> {
         let (tokens, status, exact, adapters) = (self.t.rows, self.t.status, false, self.adapters(site));
         Dense { tokens, x, packed: None, weights, adapters, y, parts: 1, accumulate, exact, status }
+    }
+
+    /// Parts of the depth of a product of attention, for a reader that adds them up.
+    fn parts(&self, caps: &Capabilities, weights: &Weights) -> usize {
+        let parts = Dense::parts(caps, self.t.rows, weights, false);
+        let fits = (parts * self.t.rows * weights.out_dim * 4) as u64 <= caps.max_binding_bytes;
+        if fits { parts } else { 1 }
     }
 
     /// In which forms such a product reads x.
