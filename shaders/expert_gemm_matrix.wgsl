@@ -4,11 +4,14 @@
 // subgroup of it {{ sub_rows }} x {{ sub_columns }}. Both operands pass through workgroup memory as f16, {{ depth }} of the inner dimension at a time, and
 // are loaded {{ ahead }} steps ahead: memory is far. Little workgroup memory matters more than few barriers: of low tiles a
 // multiprocessor then holds several, of which one multiplies while another one stores. Rows of x come packed, each with its
-// power of two (`pack`, `activation_pack`); weights become f16 on the way, times a power of two of their stack where their
+// power of two (`pack`, `norm_pack`, `activation_pack`); weights become f16 on the way, times a power of two of their stack where their
 // range needs one. Sums are f32.
 {% if rows == "tiles" %}
 // y lies in the order of the tiles, padding included, and keeps both powers of two: so the sums go to memory as they are. The
 // activation, the adapters and combine know the place and the power of each pair.
+{% endif %}
+{% if parted %}
+// Workgroups share out the depth, too: y has a sum for each part, which the reader adds up.
 {% endif %}
 {% if lora %}
 // Adapters lengthen the inner dimension: behind W[e] stand the B of every adapter that a row of this tile has, times 2^{{ lift }},

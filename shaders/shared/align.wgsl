@@ -41,7 +41,8 @@ struct AlignParams {
 // 16 x [x, y, z, 0] dispatch arguments, count, tiles, runs, then expert_ids [C/B], sorted_token_ids [C], places [P], and runs: four
 // words each.
 @group(0) @binding({{ 3 if runs else 2 }}) var<storage, read_write> aligned: array<i32>;
-// Pairs of a chunk in each bucket [chunks, N+1], rank in chunk [P], place of the first of them [chunks, N+1].
+// Pairs of a chunk in each bucket [chunks, N+1], rank in chunk [P], place of the first of them [chunks, N+1]; of runs also where each
+// bucket begins and ends, and the runs before it [chunks, 3, N+1].
 @group(0) @binding({{ 4 if runs else 3 }}) var<storage, read_write> work: array<u32>;
 
 {% include "shared/rows.wgsl" %}

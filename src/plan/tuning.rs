@@ -29,9 +29,9 @@ pub struct Tuning {
     pub few_pairs_per_expert: f64,
     /// Pairs of an expert, on average, up to which few pairs are taken one by one instead of in tiles.
     pub single_pairs_per_expert: f64,
-    /// Pairs of an expert and adapter, on average, up to which they are shrunk apart instead of in tiles.
+    /// Pairs of an expert and adapter, on average, up to which they are shrunk apart instead of in runs.
     pub apart_pairs: f64,
-    /// Tokens of a step up to which they are shrunk apart instead of in tiles.
+    /// Tokens of a step up to which they are shrunk apart instead of in runs.
     pub apart_tokens: usize,
     /// Columns of a product of few rows from which on a subgroup takes two of them.
     pub two_columns_from: usize,
