@@ -1,0 +1,206 @@
+//! Which values the matrix tier takes as f16, and the powers of two that bring them there.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use super::EDGE;
+use crate::dtype::DType;
+
+/// Rows of x are packed with magnitudes below 2 to this power.
+pub const ROW_EXPONENT: i32 = 7;
+
+/// B of an adapter is multiplied by 2^4 where a product adds it, and u divided by as much: B is small, and u may be large.
+pub const LIFT: u32 = 4;
+
+/// Slots of a pool whose adapters a product can add: what its shader has bits for.
+pub const FOLDED_SLOTS: usize = 128;
+
+/// Pairs of a product that adds adapters are below: its shader has 24 bits for them.
+pub const FOLDED_ROWS: usize = 1 << 24;
+
+/// Whether B and u of a factor stay within the range of f16, so that a product can add them: the largest magnitudes of A
+/// `[R, depth]` and of B, and the scale.
+pub fn factor_folds([a, b]: [f32; 2], depth: usize, scale: f32) -> bool {
+    let lift = 2f32.powi(LIFT as i32);
+    let most_u = scale.abs() * depth as f32 * a * 2f32.powi(ROW_EXPONENT) / lift;
+    let most_b = b * lift;
+    // Neither holds for what is no number.
+    most_u <= 65_504.0 && most_b <= 65_504.0
+}
+
+/// Whether a product of rows of `depth` should add up to `adapters` adapters of `max_rank` to a tile: each lengthens its rows.
+pub fn folds(adapters: usize, max_rank: usize, depth: usize) -> bool {
+    adapters * max_rank.next_multiple_of(EDGE as usize) <= depth
+}
+
+/// The largest magnitude in a block of weights, where [`weight_exponent`] asks for it.
+pub fn largest(dtype: DType, bytes: &[u8]) -> f32 {
+    if dtype == DType::Bf16 { largest_magnitude(dtype, bytes) } else { 0.0 }
+}
+
+/// The power of two that brings a factor of an adapter into the range of f16: its largest magnitude to just below 2^14.
+pub fn factor_exponent(largest: f32) -> i8 {
+    let exponent = (largest.to_bits() >> 23) as i32 - 127;
+    (13 - exponent).clamp(-120, 120) as i8
+}
+
+/// The largest magnitude among values; not a number where one is none. Magnitudes order like their bits.
+pub fn largest_magnitude(dtype: DType, bytes: &[u8]) -> f32 {
+    let halves = || bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]) & 0x7fff).max().unwrap_or(0);
+    match dtype {
+        DType::Bf16 => f32::from_bits(u32::from(halves()) << 16),
+        DType::F16 => half::f16::from_bits(halves()).to_f32(),
+        DType::F32 | DType::I32 => {
+            let words = bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]) & 0x7fff_ffff);
+            f32::from_bits(words.max().unwrap_or(0))
+        }
+    }
+}
+
+/// The power of two that brings the weights of a stack into the range of f16: 0 where they lie well within it. `largest` is the
+/// largest magnitude of each matrix. `None` where f16 cannot hold them: f32 weights, which deserve f32 arithmetic; a value
+/// that is not finite; or matrices so different that the small ones would vanish beside the large ones.
+pub fn weight_exponent(dtype: DType, largest: &[f32]) -> Option<i32> {
+    if dtype == DType::F16 {
+        return Some(0);
+    }
+    if dtype != DType::Bf16 || largest.iter().any(|v| !v.is_finite()) {
+        return None;
+    }
+    let exponent = |v: f32| (v.to_bits() >> 23) as i32 - 127;
+    let used = || largest.iter().filter(|v| **v > 0.0).map(|v| exponent(*v));
+    let (Some(most), Some(least)) = (used().max(), used().min()) else { return Some(0) };
+    if (-10..=14).contains(&most) && least >= -10 {
+        return Some(0);
+    }
+    // 29 binary places from 2^14 down to f16's last normal number; a matrix needs about ten of them.
+    (most - least <= 18 && (-112..=126).contains(&(14 - most))).then_some(14 - most)
+}
+
+/// The [`weight_exponent`] of a stack, which is known once all of its weights have been read; its copies learn it, too.
+#[derive(Debug, Clone, Default)]
+pub struct Exponent(Arc<OnceLock<Option<i32>>>);
+
+impl Exponent {
+    /// One that is known.
+    pub fn known(exponent: Option<i32>) -> Self {
+        Self(Arc::new(OnceLock::from(exponent)))
+    }
+
+    /// `None` also as long as it is not known: f32 arithmetic is right for all weights.
+    pub fn get(&self) -> Option<i32> {
+        self.0.get().copied().flatten()
+    }
+}
+
+/// The largest magnitudes of a stack whose weights are read in parts, in any order and by several threads.
+#[derive(Debug)]
+pub struct Measured {
+    dtype: DType,
+    /// One for each matrix, as bits of f32: magnitudes order like them, and what is no number is above all numbers.
+    largest: Box<[AtomicU32]>,
+    exponent: Exponent,
+}
+
+impl Measured {
+    /// For `count` matrices of weights whose exponent depends on them; `None`, with what is known, for others.
+    pub fn new(dtype: DType, count: usize) -> (Option<Self>, Exponent) {
+        if dtype != DType::Bf16 {
+            return (None, Exponent::known(weight_exponent(dtype, &[])));
+        }
+        let exponent = Exponent::default();
+        let largest = (0..count).map(|_| AtomicU32::new(0)).collect();
+        (Some(Self { dtype, largest, exponent: exponent.clone() }), exponent)
+    }
+
+    /// Takes a part of matrix `m`, zeros between rows included.
+    pub fn add(&self, m: usize, bytes: &[u8]) {
+        self.largest[m].fetch_max(largest(self.dtype, bytes).to_bits(), Ordering::Relaxed);
+    }
+
+    /// All parts have been added, by threads that have ended or handed over what they read.
+    pub fn finish(&self) {
+        let largest: Vec<f32> = self.largest.iter().map(|v| f32::from_bits(v.load(Ordering::Relaxed))).collect();
+        // Set once: an uploader runs once.
+        let _ = self.exponent.0.set(weight_exponent(self.dtype, &largest));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_in_any_order_give_the_exponent_of_the_whole() {
+        let stacks: [&[&[f32]]; 6] = [
+            &[&[0.1, -3.0], &[0.0, 0.0]],
+            &[&[-1e6, 2.0], &[50.0, 1.0]],
+            &[&[1e-6, 0.0], &[0.0, -1e-7]],
+            &[&[1e6, 1.0], &[1e-3, 0.0]],
+            &[&[1.0, f32::NAN], &[1.0, 1.0]],
+            &[&[1.0, 1.0], &[f32::NEG_INFINITY, 1.0]],
+        ];
+        for stack in stacks {
+            let largest: Vec<f32> =
+                stack.iter().map(|m| m.iter().fold(0.0, |a, v| if a > v.abs() { a } else { v.abs() })).collect();
+            let (measured, exponent) = Measured::new(DType::Bf16, stack.len());
+            let measured = measured.unwrap();
+            for part in [1, 0] {
+                assert_eq!(exponent.get(), None, "not known before the end");
+                for (m, values) in stack.iter().enumerate().rev() {
+                    measured.add(m, &DType::Bf16.encode(&values[part..=part]));
+                }
+            }
+            measured.finish();
+            assert_eq!(exponent.get(), weight_exponent(DType::Bf16, &largest), "{stack:?}");
+        }
+        assert_eq!(Measured::new(DType::F16, 2).1.get(), Some(0));
+        assert_eq!(Measured::new(DType::F32, 2).1.get(), None);
+    }
+
+    #[test]
+    fn weights_outside_the_range_of_halves_are_scaled_or_refused() {
+        assert_eq!(weight_exponent(DType::Bf16, &[0.1, 3.0, 0.0]), Some(0));
+        assert_eq!(weight_exponent(DType::Bf16, &[0.0]), Some(0));
+        assert_eq!(weight_exponent(DType::F16, &[6e4]), Some(0));
+        assert_eq!(weight_exponent(DType::F32, &[0.1]), None);
+        let exponent = weight_exponent(DType::Bf16, &[1e6, 50.0]).unwrap();
+        assert!(1e6 * 2f32.powi(exponent) < 32_768.0 && 1e6 * 2f32.powi(exponent) >= 16_384.0);
+        assert_eq!(weight_exponent(DType::Bf16, &[1e-6]), Some(34));
+        assert_eq!(weight_exponent(DType::Bf16, &[1e6, 1e-3]), None);
+        assert_eq!(weight_exponent(DType::Bf16, &[f32::INFINITY]), None);
+        assert_eq!(weight_exponent(DType::Bf16, &[1e-38]), None);
+    }
+
+    #[test]
+    fn only_factors_within_the_range_of_halves_are_folded() {
+        let fold = |a: f32, b: f32, scale: f32| {
+            let largest = |v: f32| largest_magnitude(DType::Bf16, &DType::Bf16.encode(&[v, -v]));
+            factor_folds([a, b].map(largest), 2048, scale)
+        };
+        assert!(fold(0.05, 0.05, 2.0) && fold(0.0, 0.0, 1.0) && fold(1.0, 4.0, 2.0));
+        assert!(!fold(3.0, 0.05, 2.0), "u may exceed f16");
+        assert!(!fold(0.05, 4096.0, 2.0), "B exceeds f16");
+        assert!(!fold(0.05, 0.05, f32::NAN) && !fold(f32::NAN, 0.05, 1.0) && !fold(0.05, f32::INFINITY, 1.0));
+    }
+
+    #[test]
+    fn adapters_are_folded_while_they_are_short_beside_a_row() {
+        assert!(folds(8, 16, 2048) && folds(8, 16, 768) && folds(64, 16, 2048) && folds(0, 0, 8) && folds(1, 8, 24));
+        assert!(!folds(8, 128, 768) && !folds(1, 8, 8));
+    }
+
+    #[test]
+    fn factors_come_to_the_upper_end_of_halves() {
+        let of = |dtype: DType, values: &[f32]| factor_exponent(largest_magnitude(dtype, &dtype.encode(values)));
+        for dtype in [DType::F32, DType::F16, DType::Bf16] {
+            for value in [0.02f32, 1.0, 300.0] {
+                let exponent = of(dtype, &[0.0, -value, value / 3.0]);
+                let most = value * f32::from(exponent).exp2();
+                assert!((8_000.0..17_000.0).contains(&most), "{dtype:?} {value}: {most}");
+            }
+        }
+        assert!(of(DType::F32, &[1e30]) < -80);
+        assert_eq!(of(DType::F32, &[0.0]), 120);
+    }
+}
