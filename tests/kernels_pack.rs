@@ -132,10 +132,11 @@ fn check_pack(gpu: &Gpu, [rows, width]: [usize; 2]) -> Result<(), String> {
 /// A norm in one form: as the oracle's, and packed as by a pack behind it.
 fn check_norm(gpu: &Gpu, [rows, width]: [usize; 2], form: Form, gathered: bool) -> Result<(), String> {
     let mut rng = Rng::new(36);
-    let mut x = rng.floats(40 * width);
+    let sources = rows + 5;
+    let mut x = rng.floats(sources * width);
     x[..width].fill(0.0);
     let weight: Vec<f32> = rng.floats(width).iter().map(|v| v * 300.0).collect();
-    let picked: Vec<u32> = (0..rows).map(|_| rng.below(40) as u32).collect();
+    let picked: Vec<u32> = (0..rows).map(|_| rng.below(sources) as u32).collect();
     let (x_view, weight_view, gather) = (upload(gpu, &x), upload(gpu, &weight), upload(gpu, &picked));
     let of = |plain: bool| {
         let out = Output::new(gpu, rows * width, UNWRITTEN_F32);
@@ -224,7 +225,14 @@ fn packed_rows_keep_what_their_form_holds() {
 fn a_norm_that_packs_leaves_what_a_pack_behind_it_would() {
     let cases = norms(&[[1, 8], [3, 24], [35, 256], [2, 264], [5, 1032], [2, 4000], [3, 4104], [1, 8200]]);
     for gpu in devices() {
-        each_case(&cases, |(size, form, gathered)| check_norm(&gpu, *size, *form, *gathered));
+        // Blocks of whole tiles of such long rows are more than a small binding holds.
+        let fits = |tile: MatrixTile, width| {
+            let bytes = tile.height as usize * (tile.blocks(width) * 32 + 8) + 4096;
+            bytes as u64 <= gpu.capabilities().max_binding_bytes
+        };
+        let possible = cases.iter().filter(|([_, width], form, _)| form.cut.is_none_or(|tile| fits(tile, *width)));
+        let possible: Vec<_> = possible.copied().collect();
+        each_case(&possible, |(size, form, gathered)| check_norm(&gpu, *size, *form, *gathered));
     }
 }
 

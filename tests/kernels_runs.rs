@@ -51,7 +51,8 @@ fn runs_on(gpu: &Gpu, case: &Case) -> (Runs, u32) {
     let ids = case.ids.as_ref().map(|ids| upload(gpu, ids));
     let status = Output::new(gpu, 1, 0u32);
     let capacity = align_capacity(pairs, case.experts, case.tile);
-    let words = 1024 + capacity * 2 + pairs + 4 * align_capacity(pairs, case.experts * case.slots, case.run);
+    let runs = align_capacity(pairs, case.experts * case.slots, case.run) / case.run;
+    let words = 1024 + capacity * 2 + pairs + 4 * runs;
     let (at, out): (At, _) = run(gpu, |rec, pass| {
         // Larger than needed, and full of words that are neither padding nor a label.
         let out = rec.scratch("tiles", words as u64 * 4)?;
