@@ -1,5 +1,5 @@
 //! One sorting for a product and its adapters: pairs by expert and, within one, by adapter. The second half of what
-//! [`align`](crate::kernels::align) records is another one here.
+//! [`align`] records is another one here.
 
 use crate::error::Result;
 use crate::kernels::align::{self, ALIGN_COUNT, Align, Aligned};

@@ -7,7 +7,7 @@ pub use cut::*;
 pub use range::*;
 
 /// Rows, columns and depth of the blocks that the shaders are written for: f16 operands, f32 sums. A device whose cooperative
-/// matrices are smaller multiplies several for each block ([`Capabilities::edge`]).
+/// matrices are smaller multiplies several for each block ([`Capabilities::edge`](crate::plan::capabilities::Capabilities::edge)).
 pub const EDGE: u32 = 16;
 
 /// Edges of the cooperative matrices that a block can be made of, the better first, and the workgroup memory that the largest

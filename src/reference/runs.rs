@@ -14,7 +14,7 @@ pub struct Runs {
     pub dispatch: Vec<[u32; 3]>,
 }
 
-/// Semantics: as [`align`] by expert, but the pairs of an expert in the order of their adapters' slots, pairs without one last, stable;
+/// Semantics: as [`align()`] by expert, but the pairs of an expert in the order of their adapters' slots, pairs without one last, stable;
 /// and the pairs of each expert and adapter cut every `run`, in the order of their places.
 ///
 /// `ids`: `[P]`, `mapping`: `[P / top_k]`, slots outside 0..`slots` mean none; `consumers` of tiles and of runs: column tiles of each.
