@@ -71,10 +71,7 @@ fn main(
     let h{{ i }} = activated(place, q{{ i }});
     {% endfor %}
     {% for i in range(quads) %}
-    {
-        let v = bitcast<vec4<u32>>(abs(h{{ i }}));
-        most = max(most, max(max(v.x, v.y), max(v.z, v.w)));
-    }
+    most = max(most, most_of(h{{ i }}));
     {% endfor %}
     {% for distance in [8, 4, 2, 1] %}
     most = max(most, subgroupShuffleXor(most, {{ distance }}u));

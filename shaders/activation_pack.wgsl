@@ -63,8 +63,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     unscale = power_of_two(-i32(x[params.exponents + pair / params.row_div].x));
     var most = 0u;
     for (var q = lane; q < params.quads; q = q + {{ lanes }}u) {
-        let v = bitcast<vec4<u32>>(abs(activated(place, q)));
-        most = max(most, max(max(v.x, v.y), max(v.z, v.w)));
+        most = max(most, most_of(activated(place, q)));
     }
     let shift = row_shift(reduce_max_u32(most, lane));
     let scale = power_of_two(shift);

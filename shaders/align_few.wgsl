@@ -77,8 +77,6 @@ fn main(@builtin(local_invocation_index) lane: u32) {
     aligned[64] = i32(all * params.tile);
     aligned[65] = i32(tiles);
     for (var c = 0u; c < params.consumers; c = c + 1u) {
-        aligned[c * 4u] = i32(params.columns[c / 4u][c % 4u]);
-        aligned[c * 4u + 1u] = i32(min(tiles, 65535u));
-        aligned[c * 4u + 2u] = i32(max((tiles + 65534u) / 65535u, 1u));
+        announce(c, tiles);
     }
 }

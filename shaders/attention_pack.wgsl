@@ -48,12 +48,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let v{{ i }} = select(vec4<f32>(), v_cache[at{{ i }}], held{{ i }});
     {% endfor %}
     {% for i in range(loads) %}
-    {
-        let k = bitcast<vec4<u32>>(abs(k{{ i }}));
-        let v = bitcast<vec4<u32>>(abs(v{{ i }}));
-        k_most = max(k_most, max(max(k.x, k.y), max(k.z, k.w)));
-        v_most = max(v_most, max(max(v.x, v.y), max(v.z, v.w)));
-    }
+    k_most = max(k_most, most_of(k{{ i }}));
+    v_most = max(v_most, most_of(v{{ i }}));
     {% endfor %}
     // Bounded above, so that the kernel that takes them off again stays within f32.
     let k_shift = min(half_shift(reduce_max_u32(k_most, lane)), {{ most_score_shift }});

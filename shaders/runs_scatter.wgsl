@@ -11,6 +11,13 @@ fn whole_tiles(places: u32) -> u32 {
     return (places + params.tile - 1u) / params.tile * params.tile;
 }
 
+// What a bucket of `total` pairs does. Pairs without adapter are the last of an expert, those of no expert the last of all, and neither
+// have runs.
+fn one_bucket(bucket: u32, total: u32) -> vec4<u32> {
+    let closes = bucket % params.stride == params.stride - 1u || bucket == params.buckets;
+    return select(vec4<u32>(total, 0u, 0u, (total + params.run - 1u) / params.run), vec4<u32>(total, 1u, 0u, 0u), closes);
+}
+
 // One after the other.
 fn joined(a: vec4<u32>, b: vec4<u32>) -> vec4<u32> {
     let runs = a.w + b.w;
@@ -54,9 +61,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         }
         work[places + bucket] = before;
         work[ends + bucket] = total;
-        let closes = bucket % params.stride == none || bucket == params.buckets;
-        let cut = select((total + params.run - 1u) / params.run, 0u, closes);
-        mine = joined(mine, vec4<u32>(total, select(0u, 1u, closes), 0u, cut));
+        mine = joined(mine, one_bucket(bucket, total));
     }
     scan_scratch[lane] = mine;
     workgroupBarrier();
@@ -80,8 +85,6 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         work[starts + bucket] = start;
         work[ends + bucket] = start + total;
         work[runs + bucket] = passed.w;
-        let closes = bucket % params.stride == none || bucket == params.buckets;
-        let cut = select((total + params.run - 1u) / params.run, 0u, closes);
         // The last bucket is the sentinels': what is before it is dispatched.
         if (chunk == 0u && bucket == params.buckets) {
             let tiles = start / params.tile;
@@ -89,13 +92,10 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
             aligned[65] = i32(tiles);
             aligned[66] = i32(passed.w);
             for (var c = 0u; c < params.consumers; c = c + 1u) {
-                let items = select(passed.w, tiles, c < params.tile_consumers);
-                aligned[c * 4u] = i32(params.columns[c / 4u][c % 4u]);
-                aligned[c * 4u + 1u] = i32(min(items, 65535u));
-                aligned[c * 4u + 2u] = i32(max((items + 65534u) / 65535u, 1u));
+                announce(c, select(passed.w, tiles, c < params.tile_consumers));
             }
         }
-        passed = joined(passed, vec4<u32>(total, select(0u, 1u, closes), 0u, cut));
+        passed = joined(passed, one_bucket(bucket, total));
     }
     storageBarrier();
     workgroupBarrier();

@@ -155,14 +155,14 @@ impl MoeLayer {
         Dense::parts(caps, t.tokens, &self.router, true)
     }
 
-    /// Records the router and its adapters, and returns the logits, f32 `[parts, T, E]`. x may be `packed`.
+    /// Records the router and its adapters, and returns the logits, f32 `[parts, T, E]`, and the parts. x may be `packed`.
     fn router(
         &self,
         rec: &mut Recording,
         pass: &mut wgpu::ComputePass<'_>,
         t: &MoeTensors<'_>,
         packed: Option<&Packed>,
-    ) -> Result<View> {
+    ) -> Result<(View, usize)> {
         let parts = self.router_parts(rec.gpu().capabilities(), t);
         let logits = rec.scratch("router logits", (parts * t.tokens * self.shape.experts * 4) as u64)?;
         Dense {
@@ -178,7 +178,7 @@ impl MoeLayer {
             status: t.status,
         }
         .record(rec, pass)?;
-        Ok(logits)
+        Ok((logits, parts))
     }
 
     /// Records the router, its adapters and the choice of experts.
@@ -199,7 +199,7 @@ impl MoeLayer {
     ) -> Result<Routed> {
         let MoeShape { experts: e, top_k: a, .. } = self.shape;
         let pairs = t.tokens * a;
-        let logits = self.router(rec, pass, t, packed)?;
+        let (logits, parts) = self.router(rec, pass, t, packed)?;
         let topk_ids = rec.scratch("topk_ids", (pairs * 4) as u64)?;
         let topk_weights = rec.scratch("topk_weights", (pairs * 4) as u64)?;
         Route {
@@ -208,7 +208,7 @@ impl MoeLayer {
             top_k: a,
             options: &self.options,
             logits: &logits,
-            parts: self.router_parts(rec.gpu().capabilities(), t),
+            parts,
             bias: None,
             topk_ids: &topk_ids,
             topk_weights: &topk_weights,

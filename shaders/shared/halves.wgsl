@@ -1,3 +1,9 @@
+// The largest magnitude of four values, as bits: those of magnitudes order like them.
+fn most_of(v: vec4<f32>) -> u32 {
+    let bits = bitcast<vec4<u32>>(abs(v));
+    return max(max(bits.x, bits.y), max(bits.z, bits.w));
+}
+
 // The power of two that takes a row whose largest magnitude has the bits `most` to just below 2^15: within the range of
 // f16, and far enough from its small end that 29 binary places under the largest keep their precision. Rows of zeros, or of
 // values below 2^-74, take the same as rows of such values, so that what is added to their products stays finite.

@@ -10,12 +10,6 @@ fn rounded(v: vec4<f32>) -> vec4<f32> {
 }
 {% endif %}
 
-// The largest magnitude of four values, as bits.
-fn most_of(v: vec4<f32>) -> u32 {
-    let bits = bitcast<vec4<u32>>(abs(v));
-    return max(max(bits.x, bits.y), max(bits.z, bits.w));
-}
-
 // The power of two of a row whose largest magnitude has these bits.
 fn shift_of(most: u32) -> i32 {
     return {{ "operand_shift" if twice else "row_shift" }}(most);

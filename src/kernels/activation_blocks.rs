@@ -2,13 +2,12 @@
 
 use crate::activation::Activation;
 use crate::error::Result;
-use crate::kernels::Recording;
 use crate::kernels::activation::{ActivatePack, constants, name};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::pack::Blocks;
 use crate::kernels::params::params;
+use crate::kernels::{Recording, tile_rows};
 use crate::plan::capabilities::Capabilities;
-use crate::plan::matrix::EDGE;
 
 /// The shader.
 pub static ACTIVATION_BLOCKS: Kernel = Kernel { stem: "activation_blocks", reads: 3, writes: 2 };
@@ -95,7 +94,7 @@ impl ActivatePack<'_> {
             pad2: 0,
         };
         let buffers = [self.gate_up, &self.aligned.view, &self.x.view, &self.h.view, &blocks.view];
-        let grid = self.aligned.grid(height / EDGE)?;
+        let grid = self.aligned.grid(tile_rows::columns(height))?;
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         Ok(())
     }

@@ -17,7 +17,7 @@ pub static ALIGN_SCATTER: Kernel = Kernel { stem: "align_scatter", reads: 1, wri
 /// Consumers whose dispatch arguments one alignment can write.
 pub const MAX_CONSUMERS: usize = 16;
 /// Slots that an alignment can leave out where they do not occur.
-pub(super) const MOST_USED: usize = 512;
+const MOST_USED: usize = 512;
 /// Words in front of `expert_ids`: 16 dispatch arguments of four words, the count, the real tiles, the runs, padding.
 const HEADER_WORDS: usize = 128;
 
@@ -175,11 +175,13 @@ pub(super) fn distinct(columns: &[u32]) -> Vec<u32> {
     columns
 }
 
-/// Bits of the slots in `used`, all below [`MOST_USED`].
-pub(super) fn bits(used: &[usize]) -> [u32; MOST_USED / 32] {
+/// Bits of the slots in `used`; `None` where there are none, or not for all: then every slot has to count.
+pub(super) fn bits(used: &[usize]) -> Option<[u32; MOST_USED / 32]> {
     let mut slots = [0; MOST_USED / 32];
-    used.iter().for_each(|slot| slots[slot / 32] |= 1 << (slot % 32));
-    slots
+    for slot in used {
+        *slots.get_mut(slot / 32)? |= 1 << (slot % 32);
+    }
+    Some(slots).filter(|_| !used.is_empty())
 }
 
 impl Align<'_> {
@@ -203,11 +205,9 @@ impl Align<'_> {
         used: &[usize],
         stride: usize,
     ) -> Result<Aligned> {
-        if used.is_empty() || used.iter().any(|slot| *slot >= MOST_USED) {
-            return self.record(rec, pass);
-        }
+        let Some(slots) = bits(used) else { return self.record(rec, pass) };
         let dense = Align { buckets: used.len() * stride, ..*self };
-        dense.record_with(rec, pass, self.pairs <= FEW, (stride as u32, bits(used)))
+        dense.record_with(rec, pass, self.pairs <= FEW, (stride as u32, slots))
     }
 
     /// The same in one dispatch, if there are at most [`FEW`] pairs, or in two.

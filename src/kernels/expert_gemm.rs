@@ -195,7 +195,7 @@ impl Weights {
     pub fn columns(&self, caps: &Capabilities, tile: usize) -> impl Iterator<Item = u32> {
         let pieces = self.pieces.iter().map(|(p, _)| column_tiles(caps, TILES, p.rows, tile));
         // Of a direct cut the blocks of x, and those of u, of which a workgroup makes a tile's.
-        let blocks = MatrixTile::direct_of(caps, tile).into_iter().flat_map(|cut| [tile_rows::columns(&cut), 1]);
+        let blocks = MatrixTile::direct_of(caps, tile).into_iter().flat_map(|cut| [tile_rows::columns(cut.height), 1]);
         pieces.chain(blocks).collect::<Vec<_>>().into_iter()
     }
 }

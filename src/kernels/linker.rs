@@ -107,6 +107,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "shared/blocks.wgsl",
     "shared/packed_row.wgsl",
     "shared/norm_row.wgsl",
+    "shared/long_row.wgsl",
     "shared/slots.wgsl",
     "shared/matrices.wgsl",
     "shared/matrix_params.wgsl",

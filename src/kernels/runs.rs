@@ -81,8 +81,8 @@ impl AlignRuns<'_> {
     /// More than [`MAX_CONSUMERS`](align::MAX_CONSUMERS) column counts, or buffers above the device's limits.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<Runs> {
         let Self { pairs, tile, label, work_label, .. } = *self;
-        let every_slot = self.used.is_empty() || self.used.iter().any(|slot| *slot >= align::MOST_USED);
-        let slots = if every_slot { self.slots } else { self.used.len() };
+        let used = align::bits(self.used);
+        let slots = if used.is_some() { self.used.len() } else { self.slots };
         let ids = self.ids.unwrap_or(self.token_lora_mapping);
         // Counts are of experts and adapters.
         let buckets = self.experts * (slots + 1);
@@ -102,10 +102,8 @@ impl AlignRuns<'_> {
         params.all_slots = self.slots as u32;
         params.routed = u32::from(self.ids.is_some());
         params.run = self.run as u32;
-        params.every_slot = u32::from(every_slot);
-        if !every_slot {
-            params.slots = align::bits(self.used);
-        }
+        params.every_slot = u32::from(used.is_none());
+        params.slots = used.unwrap_or(params.slots);
         let work = rec.scratch(work_label, u64::from(params.start_base + 3 * rows) * 4)?;
         let vars = align::vars(chunk, true);
         let (bytes, grid) = (bytemuck::bytes_of(&params), Grid::folded(1, params.chunks));

@@ -53,9 +53,9 @@ pub fn vars(cut: &MatrixTile) -> Vars {
     vec![("height", cut.height.into())]
 }
 
-/// Workgroups of a tile.
-pub(crate) fn columns(cut: &MatrixTile) -> u32 {
-    cut.height / EDGE
+/// Workgroups of a tile of `height` pairs: each takes 16.
+pub(crate) fn columns(height: u32) -> u32 {
+    height / EDGE
 }
 
 impl TileRows<'_> {
@@ -77,7 +77,7 @@ impl TileRows<'_> {
             pad1: 0,
         };
         let buffers = [&self.x.view, &self.aligned.view, &blocks.view];
-        let grid = self.aligned.grid(columns(&self.cut))?;
+        let grid = self.aligned.grid(columns(self.cut.height))?;
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         Ok(blocks)
     }

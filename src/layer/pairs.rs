@@ -46,7 +46,8 @@ impl MoeLayer {
         t: &MoeTensors<'_>,
     ) -> Result<Routed> {
         let MoeShape { experts, top_k, .. } = self.shape;
-        let logits = &self.router(rec, pass, t, None)?;
+        // Whole ones: so it was asked.
+        let (logits, _) = &self.router(rec, pass, t, None)?;
         let topk = &Topk::scratch(rec, t.tokens * top_k)?;
         let routed = Routed { topk_ids: topk.ids(), local: false, topk_weights: topk.weights() };
         let choice = Choice { options: &self.options, experts, logits, topk, status: t.status };

@@ -304,8 +304,8 @@ impl LayerStep<'_> {
                 return Ok(Some(Lacks::Adapters(lacks)));
             }
             let caps = rec.gpu().capabilities();
-            let added = norm_pack::holds(caps, d) && self.mlp_reads(caps).packed.is_some();
-            if added && self.parts(caps, &w.o) == DEPTH_PARTS {
+            let added = || norm_pack::holds(caps, d) && self.mlp_reads(caps).packed.is_some();
+            if self.parts(caps, &w.o) == DEPTH_PARTS && added() {
                 let y = rec.scratch("o in parts", (DEPTH_PARTS * t.rows * d * 4) as u64)?;
                 Dense { y: &y, parts: DEPTH_PARTS, accumulate: false, ..o }.record(rec, pass)?;
                 return Ok(Some(Lacks::Parts(y)));
