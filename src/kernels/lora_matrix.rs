@@ -24,7 +24,7 @@ pub const RUN: usize = EDGE as usize;
 pub const LONG_RUN: usize = 4 * RUN;
 
 /// Subgroups of a workgroup: each takes [`RUN`] pairs of a long run, or two share the depth. More of those would leave room
-/// for fewer on a multiprocessor: each has 8 KiB of workgroup memory (`docs/PERFORMANCE.md`, "What a multiprocessor holds").
+/// for fewer on a multiprocessor: each has 8 KiB of workgroup memory (`docs/EXPERIMENTS.md`, "What a multiprocessor holds").
 fn subgroups(run: usize) -> u32 {
     if run > RUN { (run / RUN) as u32 } else { 2 }
 }

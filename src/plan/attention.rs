@@ -16,7 +16,7 @@ pub struct AttentionCut {
     pub strip: u32,
 }
 
-/// The cut for matrices of 16, from a search on an H200 (see `docs/PERFORMANCE.md`).
+/// The cut for matrices of 16, from a search on an H200 (see `docs/EXPERIMENTS.md`).
 pub const CUT: AttentionCut = AttentionCut { subgroups: 8, positions: 32, strip: 32 };
 
 /// The cut for matrices of 8, which 32 KiB of workgroup memory hold. Not measured.
