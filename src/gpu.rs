@@ -378,7 +378,7 @@ impl Gpu {
         self.with_capabilities(Capabilities { macs_per_submission: macs.max(1), ..self.capabilities().clone() })
     }
 
-    /// The same device with the thresholds that `table` has for its tier, in the place of
+    /// The same device with the thresholds that `table` has for its tier, and its cuts for matrices of its kind, in the place of
     /// [the built-in ones](TuningTable::built_in). Ranks of one model need the same.
     ///
     /// ```no_run
@@ -392,7 +392,9 @@ impl Gpu {
     /// # }
     /// ```
     pub fn with_tuning(&self, table: &TuningTable) -> Self {
-        self.with_capabilities(Capabilities { tuning: table.of(self.tier()), ..self.capabilities().clone() })
+        let caps = self.capabilities().clone();
+        let cuts = Arc::new(table.cuts.of(caps.edge).clone());
+        self.with_capabilities(Capabilities { tuning: table.of(self.tier()), cuts, ..caps })
     }
 
     /// The same device and queue with other decisions, which it must be able to run: so that tests meet the variants

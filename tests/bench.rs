@@ -121,13 +121,13 @@ fn thresholds_are_measured_and_written_for_the_tier_alone() {
     let tier: Tier = report["tier"].as_str().expect("a tier").parse().expect("a tier");
     let written = TuningTable::read(&path).expect("a table");
     let built_in = TuningTable::built_in().expect("a table");
-    assert_eq!(written.with(tier, built_in.of(tier)), built_in, "other tiers stay");
     assert_eq!(serde_json::to_value(written.of(tier)).expect("an entry"), report["tuning"]);
+    assert_eq!(written.with(tier, built_in.of(tier)), built_in, "all else stays");
     assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 1, "nothing else is left");
 
     // The table of a file decides, and a bad one is refused with the names of file and field.
     let decided = |name: &str, value: Value| {
-        let mut table = serde_json::to_value(built_in).expect("a table");
+        let mut table = serde_json::to_value(&built_in).expect("a table");
         table[tier.to_string()][name] = value;
         std::fs::write(&path, table.to_string()).expect("a file");
         bench(&["layer", "--shape", "tiny", "--tokens", "8", "--adapters", "0", "--format", "json", "--tuning", file])
@@ -147,8 +147,19 @@ fn thresholds_are_measured_and_written_for_the_tier_alone() {
 }
 
 #[test]
+fn cuts_are_searched_where_there_are_matrices() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("tuning.json");
+    let file = path.to_str().expect("a path");
+    let (code, stdout, stderr) = bench(&["tune", "--shape", "tiny", "--cuts", "--tier", "subgroup", "--write", file]);
+    assert!(code == Some(1) && stdout.is_empty(), "{stdout} {stderr}");
+    assert!(stderr.contains("--cuts: expected a device with cooperative matrices, got the subgroup tier"), "{stderr}");
+    assert!(!path.exists(), "nothing is written");
+}
+
+#[test]
 fn what_cannot_be_measured_is_refused() {
-    let cases: [(&[&str], &str); 8] = [
+    let cases: [(&[&str], &str); 10] = [
         (&["layer", "--shape", "nonsense"], "expected qwen3-30b-a3b"),
         (&["layer", "--shape", "Cargo.toml"], "--shape `Cargo.toml`: expected qwen3-30b-a3b"),
         (&["layer", "--routing", "zipf:x"], "zipf:S"),
@@ -160,6 +171,8 @@ fn what_cannot_be_measured_is_refused() {
         (&["model", "--shape", "tiny", "--prompt", "32704"], "--prompt 32704 --decode 64: expected less"),
         (&["model", "--shape", "tiny", "--tp", "2", "--adapters", "1"], "--tp"),
         (&["tune", "--shape", "tiny", "--write", "."], "--write `.`: expected a regular file"),
+        (&["tune", "--shape", "tiny", "--tokens", "64"], "--cuts"),
+        (&["tune", "--cuts", "--tokens", "64,0"], "expected a whole number from 1 to 32768, or several"),
     ];
     let failures: Vec<_> = cases
         .iter()

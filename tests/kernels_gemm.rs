@@ -17,7 +17,7 @@ use wgmoe::kernels::expert_gemm::{ExpertGemm, Rows, Weights};
 use wgmoe::kernels::expert_gemm_matrix::ExpertGemmMatrix;
 use wgmoe::kernels::pack::{Form, pack};
 use wgmoe::plan::capabilities::Capabilities;
-use wgmoe::plan::matrix::{self, DEPTH_PARTS, TILES};
+use wgmoe::plan::matrix::{self, DEPTH_PARTS};
 use wgmoe::plan::tuning::Tuning;
 use wgmoe::reference;
 use wgmoe::shape::align_capacity;
@@ -290,7 +290,7 @@ fn every_edge_shape_equals_the_oracle() {
     }
 }
 
-/// Tile heights of the matrix tier, on devices that have it.
+/// Devices with the matrix tier.
 fn matrix_devices() -> impl Iterator<Item = Gpu> {
     device::every_tier().into_iter().filter(|gpu| gpu.capabilities().matrix)
 }
@@ -298,7 +298,7 @@ fn matrix_devices() -> impl Iterator<Item = Gpu> {
 #[test]
 fn every_matrix_tile_equals_the_oracle() {
     let mut cases = Vec::new();
-    for select in TILES.map(|t| Select::Tiles(t.height as usize)).into_iter().chain([Select::Dense]) {
+    for select in device::matrix_heights().into_iter().map(Select::Tiles).chain([Select::Dense]) {
         for dtype in [DType::F16, DType::Bf16] {
             for cut in [Cut::Whole, Cut::Experts, Cut::Rows] {
                 cases.push(Case { select, dtype, cut, pairs: 300, row_div: 1, accumulate: true, ..CASE });
@@ -414,7 +414,7 @@ fn any_shape_equals_the_oracle() {
 #[ignore = "repeats MSL on the CPU: portability/steps/msl-run.sh"]
 fn matrices_of_8_equal_the_oracle() {
     let mut cases = Vec::new();
-    for height in TILES.map(|t| t.height as usize) {
+    for height in device::matrix_heights() {
         let select = Select::Tiles(height);
         let case = Case { select, dtype: DType::F16, pairs: 150, row_div: 1, experts: 2, ..CASE };
         // Around the columns of a workgroup, and with a row that ends within a step.

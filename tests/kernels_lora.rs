@@ -22,7 +22,7 @@ use wgmoe::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
 use wgmoe::kernels::pack::{Form, pack};
 use wgmoe::kernels::pair_shrink::PairShrink;
 use wgmoe::kernels::runs::AlignRuns;
-use wgmoe::plan::matrix::{self, DEPTH_PARTS, FOLDED_SLOTS, TILES, factor_exponent, largest_magnitude};
+use wgmoe::plan::matrix::{self, DEPTH_PARTS, FOLDED_SLOTS, factor_exponent, largest_magnitude};
 use wgmoe::plan::tuning::Tuning;
 use wgmoe::reference;
 use wgmoe::router::NoAdapter;
@@ -676,7 +676,7 @@ fn check_folded(
 fn products_on_matrices_add_adapters_as_the_oracle_does() {
     let mut cases = Vec::new();
     let of = |slots: Vec<(usize, DType)>| Case { tokens: 60, slots, ..case() };
-    for height in [None].into_iter().chain(TILES.map(|tile| Some(tile.height as usize))) {
+    for height in [None].into_iter().chain(device::matrix_heights().into_iter().map(Some)) {
         let mut add = |case: Case, cut: Option<usize>| {
             let case = if height.is_none() { Case { experts: 1, top_k: 1, ..case } } else { case };
             cases.push((case, height, cut));
@@ -732,7 +732,7 @@ fn adapters_on_matrices_of_8_equal_the_oracle() {
     apart.push(Case { biased: vec![true, false, true], ..apart[0].clone() });
     each_case(&apart, |case| check_matrix(&gpu, case));
 
-    for height in [None].into_iter().chain(TILES.map(|tile| Some(tile.height as usize))) {
+    for height in [None].into_iter().chain(device::matrix_heights().into_iter().map(Some)) {
         let [experts, top_k] = if height.is_none() { [1, 1] } else { [2, 2] };
         let of = |out_dims, alternating, tokens| Case {
             out_dims,

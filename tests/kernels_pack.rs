@@ -14,7 +14,8 @@ use wgmoe::dtype::DType;
 use wgmoe::kernels::norm::Norm;
 use wgmoe::kernels::norm_pack;
 use wgmoe::kernels::pack::{Form, Packed, Reads, pack};
-use wgmoe::plan::matrix::{DENSE_TILES, DEPTH_PARTS, MatrixTile};
+use wgmoe::plan::matrix::{DEPTH_PARTS, MatrixTile};
+use wgmoe::plan::tuning::TuningTable;
 use wgmoe::reference;
 
 const LABELS: [&str; 2] = ["packed", "packed blocks"];
@@ -26,8 +27,8 @@ fn devices() -> Vec<Gpu> {
 
 /// Every form in which a product reads rows.
 fn forms() -> [Form; 4] {
-    let cut: Option<MatrixTile> = DENSE_TILES.iter().find(|tile| tile.direct).copied();
-    assert!(cut.is_some());
+    let cut: Option<MatrixTile> = TuningTable::built_in().unwrap().cuts.of_16.dense.pop();
+    assert!(cut.is_some_and(|cut| cut.direct));
     [Form::ROWS, Form::TWICE, Form { cut, ..Form::ROWS }, Form { cut, by_row: false, ..Form::ROWS }]
 }
 

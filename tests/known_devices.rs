@@ -21,7 +21,7 @@ use wgmoe::kernels::expert_gemm_matrix::{self, EXPERT_GEMM_MATRIX, Flags, Sizes}
 use wgmoe::kernels::linker::label;
 use wgmoe::placement::{ExpertShare, Placement};
 use wgmoe::plan::capabilities::Capabilities;
-use wgmoe::plan::matrix::{self, tiles};
+use wgmoe::plan::matrix;
 use wgmoe::plan::pieces::cut;
 use wgmoe::plan::tuning::Tuning;
 use wgmoe::shape::MoeShape;
@@ -169,7 +169,7 @@ fn decided(known: &Known) -> String {
     });
     let tier = caps.tier.to_string();
     let mut products = products.to_vec();
-    for tile in tiles(caps).iter().copied().filter(|_| caps.matrix) {
+    for tile in caps.cuts.experts.iter().copied().filter(|_| caps.matrix) {
         let (flags, sizes) = (Flags::default(), Sizes::default());
         let label = if tile.direct {
             label(&EXPERT_GEMM_DIRECT, &expert_gemm_direct::vars(caps, DType::Bf16, "tiles", tile, flags, &sizes))

@@ -4,6 +4,7 @@
 mod common;
 
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use common::each_case;
 use naga::valid::{Capabilities as Naga, ValidationFlags, Validator};
@@ -20,6 +21,7 @@ use wgmoe::kernels::{
 };
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::classes::classes;
+use wgmoe::plan::matrix::{Cuts, MatrixTile, workgroup_bytes};
 
 /// A host struct: WGSL name, (field, offset), size.
 type Layout = (&'static str, &'static [(&'static str, usize)], usize);
@@ -190,6 +192,61 @@ fn every_variant_validates_and_agrees_with_its_host_file() {
         }
     }
     assert!(failures.is_empty(), "{} of {n} variants\n{}", failures.len(), failures.join("\n"));
+}
+
+/// Bytes that a shader takes of workgroup memory.
+fn workgroup_memory(module: &Module) -> u32 {
+    let own = module.global_variables.iter().filter(|(_, global)| global.space == AddressSpace::WorkGroup);
+    own.map(|(_, global)| module.types[global.ty].inner.size(module.to_ctx())).sum()
+}
+
+#[test]
+fn every_cut_that_is_taken_makes_a_shader() {
+    // Sizes that are far from those of the table, one of a kind or drawn.
+    let mut rng = common::Rng::new(7);
+    let mut of = |choices: &[u32]| choices[rng.below(choices.len())];
+    let mut drawn = Vec::new();
+    while drawn.len() < 16 {
+        let direct = of(&[0, 0, 1]) == 1;
+        let ahead = if direct { 1 } else { of(&[1, 2, 3, 4]) };
+        let cut = MatrixTile {
+            height: 16 * of(&[1, 2, 3, 4, 5, 6, 8, 9, 12, 16]),
+            columns: 16 * of(&[1, 2, 3, 4, 6, 8, 12, 16]),
+            depth: 16 * of(&[1, 2, 3, 4, 8]),
+            ahead,
+            x_ahead: of(&[1, ahead, 2, 4]),
+            sub_rows: 16 * of(&[1, 2, 3, 4, 5, 8]),
+            sub_columns: 16 * of(&[1, 2, 3, 4, 8]),
+            rests: !direct && of(&[0, 1]) == 1,
+            kept: !direct && of(&[0, 1]) == 1,
+            direct,
+        };
+        for edge in [16, 8] {
+            if [false, true].iter().all(|dense| cut.check(edge, *dense).is_ok()) {
+                drawn.push((edge, cut));
+            }
+        }
+    }
+    assert!(drawn.iter().any(|(_, cut)| cut.direct) && drawn.iter().any(|(_, cut)| !cut.direct));
+    let classes = classes();
+    each_case(&drawn, |(edge, cut)| {
+        let class = classes.iter().find(|caps| caps.matrix && caps.edge == *edge).unwrap();
+        let alone = Cuts { experts: vec![*cut], dense: vec![*cut] };
+        let caps = Capabilities { cuts: Arc::new(alone), ..class.clone() };
+        let own = |stem: &str| stem.starts_with("expert_gemm_") || ["fold_blocks", "tile_rows"].contains(&stem);
+        let all: Vec<_> = variants(&caps).into_iter().filter(|(kernel, _)| own(kernel.stem)).collect();
+        // With and without adapters, of both kinds of rows.
+        for (kernel, vars) in all.iter().step_by(7) {
+            let named = |why: String| format!("{}: {why}", label(kernel, vars));
+            check(kernel, vars, &caps).map_err(named)?;
+            let module = validated(&render(kernel, vars).unwrap(), granted(caps.tier))?;
+            let (bytes, room) = (workgroup_memory(&module), workgroup_bytes(*edge));
+            if bytes > room {
+                return Err(named(format!("{bytes} bytes of workgroup memory, and {room} are there")));
+            }
+        }
+        Ok(())
+    });
 }
 
 /// Shaders of the matrix tier alone.

@@ -92,7 +92,7 @@ pub struct ExpertGemmMatrix<'a> {
     pub rows: usize,
     /// Pairs that share a row of x.
     pub row_div: usize,
-    /// Which rows meet which matrix: dense, or tiles of a height that [`matrix::TILES`] has.
+    /// Which rows meet which matrix: dense, or tiles of a height that a [cut](crate::plan::matrix::Cuts) has.
     pub select: Rows<'a>,
     /// `[rows / row_div, in]`. What rounding took is multiplied, too, when dense; in tiles it is passed over. Its blocks, if it has any, lie in the order of [`select`](Self::select).
     pub x: &'a Packed,

@@ -17,7 +17,7 @@ use crate::kernels::{
 use crate::plan::attention::{self as attention_plan, MATRIX_WIDTHS};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::classes::classes;
-use crate::plan::matrix::{DEPTH_PARTS, EDGE, MatrixTile, dense_tiles, tiles};
+use crate::plan::matrix::{DEPTH_PARTS, EDGE, MatrixTile};
 use crate::plan::rows::FEW_TILE;
 use crate::router::{GroupScore, RouteOptions, Score};
 
@@ -302,7 +302,7 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
         all.push((kernel, pack::vars(false, forms)));
     }
     packing_norms(caps, all);
-    for tile in tiles(caps).iter().filter(|t| t.direct) {
+    for tile in caps.cuts.experts.iter().filter(|t| t.direct) {
         all.push((&tile_rows::TILE_ROWS, tile_rows::vars(tile)));
         for rows in ["tiles", "dense"] {
             all.push((&fold_blocks::FOLD_BLOCKS, fold_blocks::vars(caps, rows, tile)));
@@ -324,8 +324,8 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
     for (dtype, scaled) in [(DType::F16, false), (DType::Bf16, false), (DType::Bf16, true)] {
         for ragged in [false, true] {
             let plain = Flags { scaled, ragged, ..Flags::default() };
-            let of = |rows, tiles: &'static [MatrixTile]| tiles.iter().map(move |t| (rows, *t));
-            let all_tiles = of("tiles", tiles(caps)).chain(of("dense", dense_tiles(caps)));
+            let of = |rows: &'static str, cuts: &[MatrixTile]| cuts.iter().map(move |t| (rows, *t)).collect::<Vec<_>>();
+            let all_tiles = of("tiles", &caps.cuts.experts).into_iter().chain(of("dense", &caps.cuts.dense));
             let of_sizes = shapes(caps, ragged);
             let all_tiles = all_tiles.flat_map(|(rows, tile)| of_sizes.iter().map(move |s| (rows, tile, s)));
             let (direct, staged): (Vec<_>, Vec<_>) = all_tiles.partition(|(_, t, _)| t.direct);
@@ -372,7 +372,7 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
             let kernel = if forms[1] { &activation::ACTIVATION_PACK_BLOCKS } else { &activation::ACTIVATION_PACK };
             all.push((kernel, activation::pack_vars(kind, forms)));
         }
-        for (tile, by_row) in tiles(caps).iter().filter(|t| t.direct).flat_map(|t| [(t, false), (t, true)]) {
+        for (tile, by_row) in caps.cuts.experts.iter().filter(|t| t.direct).flat_map(|t| [(t, false), (t, true)]) {
             for width in NARROW {
                 let vars = activation_blocks::vars(caps, kind, tile.height, width, by_row);
                 all.push((&activation_blocks::ACTIVATION_BLOCKS, vars));

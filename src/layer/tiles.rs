@@ -51,13 +51,17 @@ impl MoeLayer {
         if !caps.matrix || !possible(&self.gate_up) || !possible(&self.down) {
             return None;
         }
-        // Rows of products, and of x as blocks.
-        let row_bytes = |w: &Weights| (stride(w) * 4).max(w.in_dim.next_multiple_of(64) * 2 + 8) as u64;
-        let row_bytes = row_bytes(&self.gate_up).max(row_bytes(&self.down));
-        let fits = |tile: usize| align_capacity(pairs, self.experts, tile) as u64 * row_bytes <= caps.max_binding_bytes;
+        // Rows of products, and of x packed or as blocks.
+        let fits = |tile: usize| {
+            let blocks = MatrixTile::direct_of(caps, tile).map(|cut| move |width| cut.blocks(width) * EDGE as usize);
+            let x_values = |w: &Weights| blocks.map_or(w.in_dim, |of| of(w.in_dim));
+            let row_bytes = |w: &Weights| (stride(w) * 4).max(x_values(w) * 2 + 8) as u64;
+            let most = row_bytes(&self.gate_up).max(row_bytes(&self.down));
+            align_capacity(pairs, self.experts, tile) as u64 * most <= caps.max_binding_bytes
+        };
         let mut tile = matrix::tile(caps, pairs, self.experts)?;
         while !fits(tile) {
-            tile = matrix::lower(tile)?;
+            tile = matrix::lower(caps, tile)?;
         }
         Some(tile)
     }

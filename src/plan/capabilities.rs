@@ -1,8 +1,10 @@
 //! What the kernels may assume of a device, and the variants that follow from it.
 
+use std::sync::Arc;
+
 use crate::error::{Error, ErrorKind, Result};
 use crate::gpu::{GpuInfo, Tier};
-use crate::plan::matrix;
+use crate::plan::matrix::{self, Cuts};
 use crate::plan::tuning::{Tuning, TuningTable};
 
 /// Decisions that depend on the device alone. The rest of the crate asks this instead of limits or features.
@@ -34,6 +36,8 @@ pub struct Capabilities {
     pub macs_per_submission: u64,
     /// Where one way to do the same work becomes better than another: the entry of the tier.
     pub tuning: Tuning,
+    /// How products on cooperative matrices are cut. Without them it means nothing.
+    pub cuts: Arc<Cuts>,
 }
 
 /// Largest binding that is used, also where a device would take more: shaders count elements in u32, DX12 counts bytes in
@@ -75,6 +79,8 @@ impl Capabilities {
         let subgroup = tier >= Tier::Subgroup;
         let one_subgroup = subgroup && min == max && (4..=128).contains(&min);
         let matrix = tier >= Tier::Matrix && matrix::takes_subgroups(min, max);
+        let edge = info.matrix_edge.filter(|_| matrix).unwrap_or(matrix::EDGE);
+        let table = TuningTable::built_in()?;
         Ok(Self {
             tier,
             max_binding_bytes: limits
@@ -88,9 +94,10 @@ impl Capabilities {
             split_attention: !info.software,
             along_depth: one_subgroup && !info.software && 4 * min <= MIN_INVOCATIONS,
             matrix,
-            edge: info.matrix_edge.filter(|_| matrix).unwrap_or(matrix::EDGE),
+            edge,
             macs_per_submission: if info.software { 100_000_000 } else { 200_000_000_000 },
-            tuning: TuningTable::built_in()?.of(tier),
+            tuning: table.of(tier),
+            cuts: Arc::new(table.cuts.of(edge).clone()),
         })
     }
 }

@@ -1,9 +1,11 @@
-//! The matrix tier: what a device needs for it, how its products are cut, and which values lie in its range.
+//! The matrix tier: what a device needs for it, how its products are cut, which cut one takes, and which values lie in its range.
 
 mod cut;
+mod cuts;
 mod range;
 
 pub use cut::*;
+pub use cuts::*;
 pub use range::*;
 
 /// Rows, columns and depth of the blocks that the shaders are written for: f16 operands, f32 sums. A device whose cooperative

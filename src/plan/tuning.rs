@@ -1,7 +1,7 @@
-//! The thresholds between two ways to do the same work: data, one entry a tier, measured on devices by `wgmoe bench tune`.
+//! What is decided by measuring: thresholds between two ways to do the same work, one entry a tier, and how products on matrices are
+//! cut. It is data, which `wgmoe bench tune` measures on a device.
 //!
-//! Both ways give the same result, within the tier's tolerance. How products are cut is not here: that decides which shaders
-//! exist.
+//! Every table gives the same results, within the tier's tolerance.
 
 use std::path::Path;
 
@@ -10,8 +10,9 @@ use serde_json::Value;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::gpu::Tier;
+use crate::plan::matrix::CutTable;
 
-/// The table of the crate, from a search on an H200 (see `docs/PERFORMANCE.md`).
+/// The table of the crate, from searches on an H200 (see `docs/EXPERIMENTS.md`).
 const BUILT_IN: &str = include_str!("tuning.json");
 
 /// What one tier decides by.
@@ -126,8 +127,8 @@ impl Tuning {
     }
 }
 
-/// The [`Tuning`] of every tier.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+/// The [`Tuning`] of every tier, and the cuts of products on matrices.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TuningTable {
     /// That of [`Tier::Baseline`].
@@ -136,6 +137,8 @@ pub struct TuningTable {
     pub subgroup: Tuning,
     /// That of [`Tier::Matrix`].
     pub matrix: Tuning,
+    /// How products on matrices are cut.
+    pub cuts: CutTable,
 }
 
 impl TuningTable {
@@ -147,11 +150,11 @@ impl TuningTable {
         Self::parse(BUILT_IN).map_err(|e| e.within("`tuning.json` of the crate"))
     }
 
-    /// Reads a table: JSON, for each tier an object with all fields of [`Tuning`].
+    /// Reads a table: JSON, for each tier an object with all fields of [`Tuning`], and a [`CutTable`].
     ///
     /// # Errors
     /// [`ErrorKind::Io`] when the file cannot be read, [`ErrorKind::Format`] when it is not JSON, [`ErrorKind::Config`] for a
-    /// field that is missing, unknown or out of range.
+    /// field that is missing, unknown or out of range, and for a cut that no shader can be made of.
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, &e))?;
         Self::parse(&text).map_err(|e| e.within(format!("`{}`", path.display())))
@@ -162,7 +165,7 @@ impl TuningTable {
         let value: Value = serde_json::from_str(text).map_err(|e| Error::new(ErrorKind::Format, e.to_string()))?;
         let object =
             value.as_object().ok_or_else(|| config("expected an object with an entry for each tier".into()))?;
-        for (tier, entry) in object {
+        for (tier, entry) in object.iter().filter(|(name, _)| *name != "cuts") {
             let entry = entry.as_object().ok_or_else(|| config(format!("`{tier}`: expected an object")))?;
             for field in FIELDS {
                 let Some(got) = entry.get(field.name) else { continue };
@@ -180,6 +183,7 @@ impl TuningTable {
                 return Err(config(format!("`{tier}.{large}`: expected no less than `{small}`")));
             }
         }
+        table.cuts.check().map_err(|e| config(format!("`cuts`: {e}")))?;
         Ok(table)
     }
 
@@ -208,8 +212,28 @@ impl TuningTable {
     /// [`ErrorKind::Format`] for values that JSON has no word for.
     pub fn json(&self) -> Result<String> {
         let text = serde_json::to_string_pretty(self).map_err(|e| Error::new(ErrorKind::Format, e.to_string()))?;
-        Ok(text + "\n")
+        Ok(rows_of_lists(&text))
     }
+}
+
+/// Pretty JSON whose lists have an object a line, like the rows of a table.
+fn rows_of_lists(text: &str) -> String {
+    let (mut out, mut in_row) = (String::new(), false);
+    for line in text.lines() {
+        let bare = line.trim_start();
+        // Of objects, only those in lists begin with a line of their own, but for the outermost.
+        let begins = bare == "{" && bare != line;
+        let ends = in_row && bare.starts_with('}');
+        if in_row {
+            out.push(' ');
+        }
+        out += if in_row { bare } else { line };
+        in_row = (in_row || begins) && !ends;
+        if !in_row {
+            out.push('\n');
+        }
+    }
+    out
 }
 
 #[cfg(test)]
@@ -232,7 +256,7 @@ mod tests {
         }
         let other = Tuning { few_pairs: 7, ..table.matrix };
         for tier in [Tier::Baseline, Tier::Subgroup, Tier::Matrix] {
-            let changed = table.with(tier, other);
+            let changed = table.clone().with(tier, other);
             assert_eq!(changed.of(tier), other);
             assert_eq!(changed.with(tier, table.of(tier)), table, "other tiers stay");
         }
@@ -248,6 +272,11 @@ mod tests {
         let without = |tier: &str, field: &str| {
             let mut table: Value = serde_json::from_str(BUILT_IN).unwrap();
             table[tier].as_object_mut().unwrap().remove(field);
+            table.to_string()
+        };
+        let cut = |edge: &str, list: &str, i: usize, field: &str, value: Value| {
+            let mut table: Value = serde_json::from_str(BUILT_IN).unwrap();
+            table["cuts"][edge][list][i][field] = value;
             table.to_string()
         };
         let doubled = BUILT_IN.replacen("\"few_pairs\"", "\"few_pairs\": 3, \"few_pairs\"", 1);
@@ -285,6 +314,18 @@ mod tests {
                 ErrorKind::Config,
                 "`baseline.four_columns_from`: expected no less than `two_columns_from`",
             ),
+            (
+                cut("16", "experts", 2, "columns", 40.into()),
+                ErrorKind::Config,
+                "`cuts`: `16`: `experts[2]`: `columns`: expected a multiple of 16 up to 512, got 40",
+            ),
+            (
+                cut("8", "dense", 3, "direct", false.into()),
+                ErrorKind::Config,
+                "`cuts`: `8`: `dense[3]`: `x_ahead`: expected a part of 1, got 4",
+            ),
+            (cut("16", "dense", 0, "width", 1.into()), ErrorKind::Config, "unknown field `width`"),
+            (cut("16", "dense", 0, "height", (-16).into()), ErrorKind::Config, "invalid value: integer `-16`"),
         ] {
             let error = TuningTable::parse(&text).unwrap_err();
             assert!(error.kind() == kind && error.to_string().contains(words), "{words}: {:?} {error}", error.kind());

@@ -9,6 +9,7 @@
 use std::sync::OnceLock;
 
 use wgmoe::plan::capabilities::Capabilities;
+use wgmoe::plan::tuning::TuningTable;
 use wgmoe::{Gpu, GpuOptions};
 
 /// The test device once for each tier it offers. Tests of a process share them: NVIDIA's driver can hang when many
@@ -43,6 +44,16 @@ fn open_every_tier() -> Vec<Gpu> {
     }
     let tiers = best.info().tiers.clone();
     tiers.into_iter().map(|tier| Gpu::new(&GpuOptions { device: device.clone(), tier: Some(tier) }).unwrap()).collect()
+}
+
+/// Heights of the tiles in which the matrix tier takes pairs: those of the crate's cuts, alike for matrices of every edge.
+pub fn matrix_heights() -> Vec<usize> {
+    let table = TuningTable::built_in().unwrap();
+    let [heights, others] =
+        [&table.cuts.of_16, &table.cuts.of_8].map(|cuts| cuts.experts.iter().map(|cut| cut.height as usize));
+    let heights: Vec<usize> = heights.collect();
+    assert!(heights.iter().copied().eq(others));
+    heights
 }
 
 /// A device as a page in a browser gets it when it asks for nothing.

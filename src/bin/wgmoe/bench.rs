@@ -1,5 +1,5 @@
-//! `wgmoe bench`: what a layer or a whole model costs here, what the device would allow, and where one way to do the
-//! work becomes better than another.
+//! `wgmoe bench`: what a layer or a whole model costs here, what the device would allow, where one way to do the
+//! work becomes better than another, and how products are best cut.
 
 mod layer;
 mod limits;

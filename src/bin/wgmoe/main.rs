@@ -75,7 +75,7 @@ struct Device {
     /// Kernel tier; `auto` takes the best one that the device can run
     #[arg(long, value_enum, default_value_t = TierChoice::Auto, value_name = "TIER")]
     tier: TierChoice,
-    /// Thresholds of the tiers in the place of the built-in ones, as `wgmoe bench tune` writes them
+    /// Thresholds of the tiers and cuts of products in the place of the built-in ones, as `wgmoe bench tune` writes them
     #[arg(long, value_name = "FILE")]
     tuning: Option<PathBuf>,
 }
@@ -125,7 +125,7 @@ impl Device {
         }
     }
 
-    /// The thresholds asked for, of all tiers.
+    /// The thresholds and cuts asked for, of all tiers.
     fn table(&self) -> anyhow::Result<TuningTable> {
         match &self.tuning {
             Some(path) => TuningTable::read(path).context("--tuning"),

@@ -1,4 +1,8 @@
-//! `wgmoe bench tune`: where one way to do the work of a layer becomes better than another, on this device.
+//! `wgmoe bench tune`: where one way to do the work of a layer becomes better than another, and how its products are best cut, on
+//! this device.
+
+mod cuts;
+mod thresholds;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -6,23 +10,19 @@ use std::time::Duration;
 
 use clap::Args;
 use serde::Serialize;
-use wgmoe::ErrorKind;
 use wgmoe::gpu::Gpu;
-use wgmoe::plan::capabilities::Capabilities;
-use wgmoe::plan::tuning::{FIELDS, Field, Tuning};
+use wgmoe::plan::tuning::TuningTable;
 
 use crate::bench::measure::{Batch, Bench, Effort};
 use crate::bench::shape::{Routing, Shape, Stored};
 use crate::bench::synthetic::Synthetic;
 use crate::bench::timing;
 use crate::devices::driver;
-use crate::session::bar;
-use crate::table::table;
 use crate::target::Target;
-use crate::values::number;
+use crate::values::{number, numbers};
 use crate::{Device, Format};
 
-/// Measure the thresholds between two ways to do the same work, and propose better ones for this device
+/// Measure the thresholds between two ways to do the same work, or the cuts of products, and propose better ones for this device
 #[derive(Args)]
 #[command(after_help = "\
 Each threshold is tried from a quarter to four times its present value, on batches that it sends one way or
@@ -31,12 +31,18 @@ medians. A value is proposed where it is faster by more than 2 % on the batches 
 are the geometric means over these batches, or over all where the present value stays.
 
 Fields that decide nothing in a layer of this shape on this tier stay as they are: those of attention's and other
-dense products are among them. `--write` writes the table of all tiers, the present one but for this tier;
+dense products are among them. `--write` writes the whole table, the present one but for what was searched;
 `--tuning` runs any command with it, and `--tuning FILE --write FILE` goes on from it.
+
+With `--cuts` it is how the experts' products on cooperative matrices are cut that is searched: heights and columns
+of tiles, steps, what one subgroup holds, and how far loads run ahead. From each present cut the search goes to the
+best of its neighbours as long as that is faster by more than 2 % on the batches that take it. Every cut computes
+the same layer as the present one before it is timed; those that differ, or that the driver refuses, are left out.
 
 Examples:
   wgmoe bench tune
   wgmoe bench tune --shape mixtral-8x7b --adapters 4 --write tuning.json
+  wgmoe bench tune --cuts --tokens 1024,4096 --tuning tuning.json --write tuning.json
   wgmoe bench layer --tuning tuning.json")]
 pub struct Options {
     /// Sizes: qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b, tiny, or a folder with config.json [default: qwen3-30b-a3b, tiny on a
@@ -49,6 +55,12 @@ pub struct Options {
     /// Adapters of rank 16 mixed over the tokens of half of the batches, 0 for none
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = number(0..=MOST_ADAPTERS))]
     adapters: usize,
+    /// Search the cuts of products on cooperative matrices instead of thresholds
+    #[arg(long)]
+    cuts: bool,
+    /// Tokens of the batches that cuts are searched for [default: for each cut two of the batches that take it]
+    #[arg(long, value_name = "T[,T]", value_delimiter = ',', requires = "cuts", value_parser = numbers(1..=MOST_TOKENS))]
+    tokens: Vec<usize>,
     /// Write the table with what is proposed to this file
     #[arg(long, value_name = "FILE")]
     write: Option<PathBuf>,
@@ -62,19 +74,14 @@ pub struct Options {
 const RANK: usize = 16;
 /// Adapters at most.
 const MOST_ADAPTERS: usize = 1 << 16;
+/// Tokens of a batch at most.
+const MOST_TOKENS: usize = 1 << 15;
 const EFFORT: Effort = Effort { runs: 9, warm_up: Duration::from_millis(20), profile: false };
 /// Before the ways of a batch are measured: the device has idled while it was made.
 const WARM_UP: Effort = Effort { runs: 1, warm_up: Duration::from_millis(300), ..EFFORT };
 /// Times that the ways of a batch are measured in turn: a clock that changes meanwhile meets all of them.
 const ROUNDS: usize = 2;
-/// Values that are tried, over the present one.
-const FACTORS: [f64; 7] = [0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0];
-/// Batches of a field with as many adapters at most.
-const BATCHES: usize = 4;
-/// Tokens of a batch at most.
-const MOST_TOKENS: usize = 4096;
-const MOST_TOKENS_SOFTWARE: usize = 256;
-/// What a value must gain: times of the same work differ by about as much.
+/// What a change must gain: times of the same work differ by about as much.
 const NOISE: f64 = 0.02;
 
 /// A search on one tier of one device.
@@ -86,36 +93,15 @@ struct Report {
     shape: String,
     dtype: String,
     adapters: usize,
-    /// Fields that decide something.
-    fields: Vec<Row>,
-    /// Those that decide nothing here.
-    not_measured: Vec<&'static str>,
-    /// The entry of the tier with what is proposed.
-    tuning: Tuning,
+    #[serde(flatten)]
+    found: Found,
 }
 
-/// One field.
 #[derive(Debug, Serialize)]
-struct Row {
-    field: &'static str,
-    present: f64,
-    proposed: f64,
-    /// Geometric means over the batches that are sent another way, or over all where nothing is proposed.
-    us_present: f64,
-    us_proposed: f64,
-    /// What was measured.
-    batches: Vec<Tried>,
-}
-
-/// A batch with the time at each value that was tried, in microseconds.
-#[derive(Debug, Serialize)]
-struct Tried {
-    tokens: usize,
-    adapters: usize,
-    values: Vec<f64>,
-    us: Vec<f64>,
-    /// Values with the same number are the same way.
-    ways: Vec<usize>,
+#[serde(untagged)]
+enum Found {
+    Thresholds(thresholds::Thresholds),
+    Cuts(cuts::Searched),
 }
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
@@ -123,142 +109,84 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     let target = options.write.as_deref().map(|path| Target::reserve("--write", path)).transpose()?;
     let table = options.device.table()?;
     let gpu = timing::open(&options.device)?;
+    if options.cuts && !gpu.capabilities().matrix {
+        anyhow::bail!(
+            "--cuts: expected a device with cooperative matrices, got the {} tier of {}",
+            gpu.tier(),
+            gpu.info().name
+        );
+    }
     let shape = Shape::of(options.shape.as_deref(), &gpu)?;
     let dtype = options.dtype.dtype();
     let ranks = vec![RANK; options.adapters];
     let layer = Synthetic::new(&gpu, &shape, dtype, Routing::Uniform, &ranks)?;
-    let search = Search { bench: Bench { gpu: &gpu, layer: &layer, ranks: &ranks }, adapters: options.adapters };
-    let mut report = Report {
+    let bench = Bench { gpu: &gpu, layer: &layer, ranks: &ranks };
+    let found = if options.cuts {
+        Found::Cuts(cuts::search(&bench, options.adapters, &options.tokens)?)
+    } else {
+        Found::Thresholds(thresholds::search(&bench, options.adapters)?)
+    };
+    let report = Report {
         device: gpu.info().name.clone(),
         driver: driver(gpu.info()),
         tier: gpu.tier().to_string(),
         shape: shape.name.clone(),
         dtype: dtype.name().to_owned(),
         adapters: options.adapters,
-        fields: Vec::new(),
-        not_measured: Vec::new(),
-        tuning: gpu.capabilities().tuning,
+        found,
     };
-    let bar = bar(FIELDS.len(), "fields");
-    for field in &FIELDS {
-        bar.set_message(field.name);
-        // Around what has been found for the fields before.
-        match search.field(field, &report.tuning)? {
-            Some(row) => {
-                report.tuning = field.with(&report.tuning, row.proposed).unwrap_or(report.tuning);
-                report.fields.push(row);
-            }
-            None => report.not_measured.push(field.name),
-        }
-        bar.inc(1);
-    }
-    bar.finish_and_clear();
     let mut out = std::io::stdout().lock();
     match options.format {
         Format::Json => writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?,
         Format::Table => writeln!(out, "{}", report.text())?,
     }
     if let (Some(target), Some(path)) = (target, &options.write) {
-        target.write(&table.with(gpu.tier(), report.tuning).json()?)?;
+        target.write(&report.found.within(table, &gpu).json()?)?;
         eprintln!("wrote {}", path.display());
     }
     Ok(())
 }
 
-struct Search<'a> {
-    bench: Bench<'a>,
-    adapters: usize,
-}
-
-impl Search<'_> {
-    fn gpu(&self, tuning: Tuning) -> Gpu {
-        let gpu = self.bench.gpu;
-        gpu.with_capabilities(Capabilities { tuning, ..gpu.capabilities().clone() })
-    }
-
-    /// Tries the values of a field; `None` where it decides nothing.
-    fn field(&self, field: &Field, tuning: &Tuning) -> anyhow::Result<Option<Row>> {
-        let values = candidates(field, tuning);
-        let gpus: Vec<(f64, Gpu)> = values.iter().map(|(value, tuning)| (*value, self.gpu(*tuning))).collect();
-        let mut tried = Vec::new();
-        for adapters in if self.adapters > 0 { vec![0, self.adapters] } else { vec![0] } {
-            for tokens in self.decided(&gpus, adapters)? {
-                tried.push(self.measure(&gpus, tokens, adapters)?);
+impl Found {
+    /// `table` with what is proposed.
+    fn within(&self, table: TuningTable, gpu: &Gpu) -> TuningTable {
+        match self {
+            Self::Thresholds(found) => table.with(gpu.tier(), found.tuning),
+            Self::Cuts(found) => {
+                TuningTable { cuts: table.cuts.with(gpu.capabilities().edge, found.proposed.clone()), ..table }
             }
         }
-        let present = (field.get)(tuning);
-        Ok(propose(present, &tried).map(|(proposed, [us_present, us_proposed])| Row {
-            field: field.name,
-            present,
-            proposed,
-            us_present,
-            us_proposed,
-            batches: tried,
-        }))
-    }
-
-    /// Numbers of tokens that the lowest and the highest value send different ways, evenly chosen.
-    fn decided(&self, gpus: &[(f64, Gpu)], adapters: usize) -> anyhow::Result<Vec<usize>> {
-        let [(_, lowest), .., (_, highest)] = gpus else { return Ok(Vec::new()) };
-        let most = if lowest.info().software { MOST_TOKENS_SOFTWARE } else { MOST_TOKENS };
-        // One and a half between neighbours.
-        let steps = (0..).map(|i: usize| ((2 + i % 2) << (i / 2)) / 2);
-        let mut all = Vec::new();
-        for tokens in steps.take_while(|tokens| *tokens <= most) {
-            let ways = |gpu: &Gpu| self.bench.ways(gpu, tokens, adapters);
-            match (ways(lowest), ways(highest)) {
-                (Ok(low), Ok(high)) if low == high => {}
-                (Ok(_), Ok(_)) => all.push(tokens),
-                // More tokens need no less room.
-                (Err(error), _) | (_, Err(error)) if is_limit(&error) => break,
-                (Err(error), _) | (_, Err(error)) => return Err(error),
-            }
-        }
-        all.dedup();
-        Ok(spread(&all, BATCHES))
-    }
-
-    /// The time of a batch at each value.
-    fn measure(&self, gpus: &[(f64, Gpu)], tokens: usize, adapters: usize) -> anyhow::Result<Tried> {
-        let batch: Batch = self.bench.batch(tokens, adapters)?;
-        let mut distinct: Vec<(Vec<String>, &Gpu)> = Vec::new();
-        let mut ways = Vec::new();
-        for (_, gpu) in gpus {
-            let way = self.bench.ways(gpu, tokens, adapters)?;
-            let known = distinct.iter().position(|(known, _)| *known == way);
-            ways.push(known.unwrap_or(distinct.len()));
-            if known.is_none() {
-                distinct.push((way, gpu));
-            }
-        }
-        if let Some((_, gpu)) = distinct.first() {
-            self.bench.measure(gpu, &batch, WARM_UP)?;
-        }
-        let mut times = vec![f64::INFINITY; distinct.len()];
-        for _ in 0..ROUNDS {
-            for (time, (_, gpu)) in times.iter_mut().zip(&distinct) {
-                *time = time.min(self.bench.measure(gpu, &batch, EFFORT)?.us);
-            }
-        }
-        let us = ways.iter().map(|way| times[*way]).collect();
-        Ok(Tried { tokens, adapters, values: gpus.iter().map(|(value, _)| *value).collect(), us, ways })
     }
 }
 
-/// A batch of that many tokens is more than the device has room for.
-fn is_limit(error: &anyhow::Error) -> bool {
-    let kind = error.downcast_ref::<wgmoe::Error>().map(wgmoe::Error::kind);
-    matches!(kind, Some(ErrorKind::Limit | ErrorKind::OutOfMemory))
+impl Report {
+    fn text(&self) -> String {
+        let Self { device, driver, tier, shape, dtype, adapters, found } = self;
+        let found = match found {
+            Found::Thresholds(found) => found.text(),
+            Found::Cuts(found) => found.text(),
+        };
+        format!("{device}, {driver}, {tier} tier\n{shape} in {dtype}, {adapters} adapters\n{found}")
+    }
 }
 
-/// Values around the present one in ascending order, itself among them, with the tunings that have them.
-fn candidates(field: &Field, tuning: &Tuning) -> Vec<(f64, Tuning)> {
-    let present = (field.get)(tuning);
-    let of = |factor: f64| if field.whole { (present * factor).round() } else { present * factor };
-    let mut all: Vec<(f64, Tuning)> =
-        FACTORS.iter().filter_map(|factor| Some((of(*factor), field.with(tuning, of(*factor))?))).collect();
-    all.dedup_by(|a, b| a.0 == b.0);
-    all
+/// With how many adapters batches are measured.
+fn kinds(adapters: usize) -> Vec<usize> {
+    if adapters > 0 { vec![0, adapters] } else { vec![0] }
+}
+
+/// The time of a batch on each of some devices that decide differently, in microseconds: they take turns.
+fn race(bench: &Bench<'_>, batch: &Batch, gpus: &[&Gpu]) -> anyhow::Result<Vec<f64>> {
+    if let Some(gpu) = gpus.first() {
+        bench.measure(gpu, batch, WARM_UP)?;
+    }
+    let mut times = vec![f64::INFINITY; gpus.len()];
+    for _ in 0..ROUNDS {
+        for (time, gpu) in times.iter_mut().zip(gpus) {
+            *time = time.min(bench.measure(gpu, batch, EFFORT)?.us);
+        }
+    }
+    Ok(times)
 }
 
 /// Up to `most` of `all`, the ends among them.
@@ -269,53 +197,17 @@ fn spread(all: &[usize], most: usize) -> Vec<usize> {
     (0..most).map(|i| all[i * (all.len() - 1) / (most - 1)]).collect()
 }
 
-/// The best value, and the times at the present one and at that: geometric means over the batches that the best value sends
-/// another way, or over all. `None` where nothing was tried.
-fn propose(present: f64, tried: &[Tried]) -> Option<(f64, [f64; 2])> {
-    let values = &tried.first()?.values;
-    let at = values.iter().position(|value| *value == present)?;
-    let mean = |i: usize, among: &[&Tried]| {
-        (among.iter().map(|t| t.us[i].ln()).sum::<f64>() / among.len().max(1) as f64).exp()
-    };
-    let all: Vec<&Tried> = tried.iter().collect();
-    let mut best = (present, [mean(at, &all); 2], mean(at, &all));
-    // The nearest first: of values that do the same, it stays.
-    let mut order: Vec<usize> = (0..values.len()).collect();
-    order.sort_by(|a, b| (values[*a] / present).ln().abs().total_cmp(&(values[*b] / present).ln().abs()));
-    for i in order {
-        let changed: Vec<&Tried> = tried.iter().filter(|t| t.ways[i] != t.ways[at]).collect();
-        let times = [mean(at, &changed), mean(i, &changed)];
-        if !changed.is_empty() && times[1] < times[0] * (1.0 - NOISE) && mean(i, &all) < best.2 {
-            best = (values[i], times, mean(i, &all));
-        }
-    }
-    Some((best.0, best.1))
+/// The geometric mean.
+fn mean(times: impl IntoIterator<Item = f64>) -> f64 {
+    let (sum, n) = times.into_iter().fold((0.0, 0), |(sum, n), us: f64| (sum + us.ln(), n + 1));
+    (sum / f64::from(n.max(1))).exp()
 }
 
-impl Report {
-    fn text(&self) -> String {
-        let Self { device, driver, tier, shape, dtype, adapters, .. } = self;
-        let mut rows = table(["field", "present", "proposed", "us present", "us proposed", "T"]);
-        for row in &self.fields {
-            let mut tokens: Vec<usize> = row.batches.iter().map(|batch| batch.tokens).collect();
-            tokens.sort_unstable();
-            tokens.dedup();
-            let tokens: Vec<String> = tokens.iter().map(ToString::to_string).collect();
-            rows.add_row([
-                row.field.to_owned(),
-                row.present.to_string(),
-                row.proposed.to_string(),
-                format!("{:.1}", row.us_present),
-                format!("{:.1}", row.us_proposed),
-                tokens.join(" "),
-            ]);
-        }
-        let mut out = format!("{device}, {driver}, {tier} tier\n{shape} in {dtype}, {adapters} adapters\n{rows}");
-        if !self.not_measured.is_empty() {
-            out += &format!("\ndecide nothing in this layer: {}", self.not_measured.join(", "));
-        }
-        out
-    }
+/// Numbers as a cell of a table, in ascending order and each once.
+fn listed(mut numbers: Vec<usize>) -> String {
+    numbers.sort_unstable();
+    numbers.dedup();
+    numbers.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
 }
 
 #[cfg(test)]
@@ -323,51 +215,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn candidates_keep_order_and_range() {
-        let tuning = wgmoe::plan::tuning::TuningTable::built_in().unwrap().matrix;
-        for field in &FIELDS {
-            let all = candidates(field, &tuning);
-            assert!(all.is_sorted_by(|a, b| a.0 < b.0), "{}", field.name);
-            assert!(
-                all.iter().any(|(value, same)| *value == (field.get)(&tuning) && *same == tuning),
-                "{}",
-                field.name
-            );
-            assert!(all.iter().all(|(value, changed)| (field.get)(changed) == *value), "{}", field.name);
-        }
-        let few = Tuning { few_pairs: 1, ..tuning };
-        let field = FIELDS.iter().find(|field| field.name == "few_pairs").unwrap();
-        assert_eq!(candidates(field, &few).iter().map(|(value, _)| *value).collect::<Vec<_>>(), [1.0, 2.0, 4.0]);
-    }
-
-    #[test]
-    fn a_value_is_proposed_where_it_gains_more_than_the_noise() {
-        // Values 1, 2 and 4; a batch that the first sends another way, and one that the last does.
-        let tried = |low: f64, high: f64| {
-            let batch = |us: [f64; 3], ways: [usize; 3]| Tried {
-                tokens: 1,
-                adapters: 0,
-                values: vec![1.0, 2.0, 4.0],
-                us: us.to_vec(),
-                ways: ways.to_vec(),
-            };
-            [batch([low, 100.0, 100.0], [0, 1, 1]), batch([100.0, 100.0, high], [0, 0, 1])]
-        };
-        let propose = |low, high| propose(2.0, &tried(low, high)).unwrap();
-        let near = |got: (f64, [f64; 2]), value: f64, us: [f64; 2]| {
-            got.0 == value && got.1.iter().zip(us).all(|(a, b)| (a - b).abs() < 1e-9)
-        };
-        assert!(near(propose(100.0, 100.0), 2.0, [100.0, 100.0]));
-        assert!(near(propose(99.0, 101.0), 2.0, [100.0, 100.0]), "that is noise");
-        assert!(near(propose(90.0, 101.0), 1.0, [100.0, 90.0]));
-        assert!(near(propose(120.0, 90.0), 4.0, [100.0, 90.0]));
-        assert!(near(propose(90.0, 80.0), 4.0, [100.0, 80.0]), "the better of two");
-        assert_eq!(super::propose(2.0, &[]), None);
-    }
-
-    #[test]
     fn batches_are_spread_over_their_range() {
         assert_eq!(spread(&[1, 2, 3], 4), [1, 2, 3]);
         assert_eq!(spread(&[1, 2, 3, 4, 6, 8, 12], 4), [1, 3, 6, 12]);
+    }
+
+    #[test]
+    fn a_mean_is_that_of_ratios() {
+        assert!((mean([1.0, 4.0]) - 2.0).abs() < 1e-12 && (mean([3.0]) - 3.0).abs() < 1e-12);
+        assert_eq!(listed(vec![8, 1, 8, 2]), "1 2 8");
     }
 }
