@@ -8,6 +8,7 @@ mod gpu_run;
 mod moe;
 
 use std::path::Path;
+use std::sync::Arc;
 
 use common::Rng;
 use gpu_run::posing;
@@ -21,7 +22,7 @@ use wgmoe::kernels::expert_gemm_matrix::{self, EXPERT_GEMM_MATRIX, Flags, Sizes}
 use wgmoe::kernels::linker::label;
 use wgmoe::placement::{ExpertShare, Placement};
 use wgmoe::plan::capabilities::Capabilities;
-use wgmoe::plan::matrix;
+use wgmoe::plan::matrix::{self, Cuts, MatrixTile};
 use wgmoe::plan::pieces::cut;
 use wgmoe::plan::tuning::Tuning;
 use wgmoe::shape::MoeShape;
@@ -273,6 +274,40 @@ fn a_layer_on_matrices_packs_its_tokens_once() {
         let packs: Vec<bool> =
             labels.iter().filter(|l| l.starts_with("pack[")).map(|l| l.contains(" twice ")).collect();
         assert_eq!(packs, [true], "{labels:?}");
+    }
+}
+
+#[test]
+fn a_layer_takes_the_cuts_of_another_table() {
+    for gpu in DEVICES.iter().map(open).filter(|gpu| gpu.capabilities().matrix) {
+        let own = gpu.capabilities();
+        let lowest = own.cuts.experts[0];
+        let direct = *own.cuts.experts.last().unwrap();
+        let experts = vec![
+            MatrixTile { height: 32, columns: 32, depth: 32, ahead: 1, x_ahead: 1, sub_columns: 32, ..lowest },
+            MatrixTile { height: 96, sub_rows: 48, sub_columns: 32, ..lowest },
+            MatrixTile { height: 64, columns: 64, sub_columns: 64, depth: 32, x_ahead: 2, ..direct },
+        ];
+        let cuts = Cuts { experts, dense: own.cuts.dense.clone() };
+        assert_eq!(cuts.check(own.edge), Ok(()));
+        let gpu = gpu.with_capabilities(Capabilities { cuts: Arc::new(cuts), ..own.clone() });
+        let twin = Twin::new(&gpu, DType::Bf16, Placement::linear(8, 1, 0).unwrap());
+        let mut pool = twin.pool(&gpu, 2);
+        pin(&mut pool, 0, &adapter(1, 9, DType::F16, &[Site::ExpertGate, Site::ExpertDown], false));
+        let mut rec = poisoned(&gpu);
+        for (tokens, cut) in
+            [(60, "tiles 32 32 32 1 1 16 32"), (200, "tiles 96 64 64 2 2 48 32"), (500, "tiles 64 64 32 2 32 64")]
+        {
+            let x = Rng::new(7).floats(tokens * SHAPE.hidden);
+            let mapping = (0..tokens as i32).map(|t| t % 2 - 1).collect();
+            let batch = OnDevice::new(&gpu, &Batch { x, mapping, residual: None });
+            rec.labels();
+            gpu_run::run_in(&mut rec, |rec, pass| batch.record(rec, pass, &twin.device, Some(&pool)));
+            let labels = rec.labels();
+            let products = labels.iter().filter(|label| label.starts_with("expert_gemm_") && label.contains(" tiles "));
+            let took = products.map(|label| label.contains(cut)).collect::<Vec<_>>();
+            assert_eq!(took, [true, true], "{tokens}: {labels:#?}");
+        }
     }
 }
 
