@@ -15,7 +15,7 @@ use crate::checkpoint::Block;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::gpu::Gpu;
-use crate::kernels::expert_gemm::Weights;
+use crate::kernels::operands::Weights;
 use crate::kernels::random::Random;
 use crate::kernels::{Recording, View};
 use crate::plan::matrix::{Exponent, Measured};

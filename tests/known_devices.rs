@@ -17,8 +17,7 @@ use wgmoe::adapter::Site;
 use wgmoe::checkpoint::MlpKind;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::expert_gemm::{self, EXPERT_GEMM};
-use wgmoe::kernels::expert_gemm_direct::{self, EXPERT_GEMM_DIRECT};
-use wgmoe::kernels::expert_gemm_matrix::{self, EXPERT_GEMM_MATRIX, Flags, Sizes};
+use wgmoe::kernels::expert_gemm_variant::{Flags, Sizes, variant};
 use wgmoe::kernels::linker::label;
 use wgmoe::placement::{ExpertShare, Placement};
 use wgmoe::plan::capabilities::Capabilities;
@@ -172,11 +171,8 @@ fn decided(known: &Known) -> String {
     let mut products = products.to_vec();
     for tile in caps.cuts.experts.iter().copied().filter(|_| caps.matrix) {
         let (flags, sizes) = (Flags::default(), Sizes::default());
-        let label = if tile.direct {
-            label(&EXPERT_GEMM_DIRECT, &expert_gemm_direct::vars(caps, DType::Bf16, "tiles", tile, flags, &sizes))
-        } else {
-            label(&EXPERT_GEMM_MATRIX, &expert_gemm_matrix::vars(caps, DType::Bf16, "tiles", tile, flags, &sizes))
-        };
+        let (kernel, vars) = variant(caps, DType::Bf16, "tiles", tile, flags, &sizes);
+        let label = label(kernel, &vars);
         let cut = label.split_once("bf16 ").unwrap().1.split(" no-scaled").next().unwrap();
         products.push(if tile.direct { format!("direct {cut}") } else { cut.to_owned() });
     }

@@ -1,8 +1,8 @@
 //! The choice of experts inside the first product of few pairs, in the place of [`Route`](crate::kernels::route::Route).
 
 use crate::error::Result;
-use crate::kernels::expert_gemm::Rows;
 use crate::kernels::linker::Vars;
+use crate::kernels::operands::Rows;
 use crate::kernels::route;
 use crate::kernels::{Recording, View};
 use crate::plan::capabilities::Capabilities;

@@ -2,9 +2,10 @@
 
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::kernels::expert_gemm::{self, Weights};
+use crate::kernels::expert_gemm;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::lora::LoraSite;
+use crate::kernels::operands::Weights;
 use crate::kernels::pair_shrink::{PairShrink, Shrunk};
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};

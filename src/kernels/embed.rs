@@ -2,8 +2,8 @@
 
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::kernels::expert_gemm::Weights;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
+use crate::kernels::operands::Weights;
 use crate::kernels::params::params;
 use crate::kernels::{Recording, View, cover};
 

@@ -2,16 +2,16 @@
 
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::kernels::align::Aligned;
 use crate::kernels::expert_gemm_matrix::ExpertGemmMatrix;
+use crate::kernels::lanes::{along_depth, carriers, lanes, per_lane};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
+use crate::kernels::operands::{DENSE, Rows, TILES, Weights};
 use crate::kernels::pack::{Form, Packed, pack};
 use crate::kernels::params::params;
 use crate::kernels::tile_rows;
 use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;
-use crate::plan::matrix::{self, Exponent, MatrixTile};
-use crate::plan::pieces::Piece;
+use crate::plan::matrix::{self, MatrixTile};
 use crate::plan::rows::SUBGROUPS;
 
 /// The shader.
@@ -44,57 +44,6 @@ params! {
         expert_base: u32,
         /// Word of `sorted_token_ids`.
         sorted_base: u32,
-    }
-}
-
-/// A stack of matrices `[count, out, in]` on the device, cut into bindings. Rows are padded with zeros to groups of 8.
-#[derive(Debug, Clone)]
-pub struct Weights {
-    /// Storage type, as in the file.
-    pub dtype: DType,
-    /// Matrices.
-    pub count: usize,
-    /// Rows of a matrix.
-    pub out_dim: usize,
-    /// Columns of a matrix: a multiple of 8.
-    pub in_dim: usize,
-    /// The bindings.
-    pub pieces: Vec<(Piece, View)>,
-    /// Power of two that brings the weights into the range of f16, for the matrix tier; `None`: f32 arithmetic only.
-    pub exponent: Exponent,
-}
-
-/// Which rows of x meet which matrix.
-#[derive(Clone, Copy)]
-pub enum Rows<'a> {
-    /// Every row meets matrix 0.
-    Dense,
-    /// Pair p meets matrix `ids[p]`; i32 `[P]`. For few pairs.
-    Pairs(&'a View),
-    /// Tiles of pairs of one matrix each.
-    Tiles(&'a Aligned),
-}
-
-/// Names of selections, as the shaders know them.
-const DENSE: &str = "dense";
-const TILES: &str = "tiles";
-
-impl Rows<'_> {
-    pub(crate) fn name(&self) -> &'static str {
-        match self {
-            Self::Dense => DENSE,
-            Self::Pairs(_) => "pairs",
-            Self::Tiles(_) => TILES,
-        }
-    }
-
-    /// The buffer behind `ids`, and the words of its parts.
-    pub(crate) fn ids<'b>(&'b self, unused: &'b View) -> (&'b View, u32, u32) {
-        match self {
-            Self::Dense => (unused, 0, 0),
-            Self::Pairs(view) => (view, 0, 0),
-            Self::Tiles(aligned) => (&aligned.view, aligned.expert_base, aligned.sorted_base),
-        }
     }
 }
 
@@ -132,39 +81,6 @@ pub fn dense_tile(caps: &Capabilities, rows: usize, out_rows: usize) -> usize {
         2..=5 => 4,
         _ if caps.along_depth && workgroups < caps.tuning.dense_tile_workgroups => 4,
         _ => 8,
-    }
-}
-
-/// Output columns of an invocation (of a subgroup, when its lanes lie along the depth): several share the loads of x. A
-/// dense product of few rows has few columns beside them, and gives each a subgroup.
-fn per_lane(caps: &Capabilities, rows: &str, tile: usize) -> u32 {
-    match (along_depth(caps, tile), tile) {
-        (true, 0..4) if rows == DENSE => 1,
-        (true, _) if rows == DENSE => 2,
-        (true, _) => 4,
-        (false, 0..4) => 1,
-        (false, _) => 2,
-    }
-}
-
-/// High tiles are bound by arithmetic, and there columns of their own need no sums over lanes.
-pub(crate) fn along_depth(caps: &Capabilities, tile: usize) -> bool {
-    caps.along_depth && tile < 8
-}
-
-/// Invocations of a workgroup, and of those the ones along the depth (0: none).
-pub(crate) fn lanes(caps: &Capabilities, tile: usize) -> [u32; 2] {
-    if along_depth(caps, tile) { [caps.row_lanes * SUBGROUPS, caps.row_lanes] } else { [caps.gemm_lanes, 0] }
-}
-
-/// Lanes that carry x: every device with subgroups has at least four, and eight need fewer loads.
-pub(crate) fn carriers(caps: &Capabilities) -> u32 {
-    if !caps.subgroup {
-        0
-    } else if caps.one_subgroup && caps.row_lanes >= 8 {
-        8
-    } else {
-        4
     }
 }
 

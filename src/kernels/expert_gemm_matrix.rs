@@ -1,23 +1,17 @@
 //! The products of `expert_gemm` on cooperative matrices, for many rows.
 
-use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
-use crate::kernels::expert_gemm::{Rows, Weights};
-use crate::kernels::expert_gemm_direct::{self, EXPERT_GEMM_DIRECT, EXPERT_GEMM_DIRECT_FOLDED};
+use crate::kernels::expert_gemm_variant::{Flags, Sizes, variant};
 use crate::kernels::fold_blocks::FoldBlocks;
-use crate::kernels::linker::{Kernel, Vars, pipeline};
-use crate::kernels::lora::{Factors, LoraSite, Spans};
+use crate::kernels::linker::pipeline;
+use crate::kernels::lora::Spans;
+use crate::kernels::lora_matrix::Folded;
+use crate::kernels::operands::{Rows, Weights};
 use crate::kernels::pack::{Blocks, Packed};
 use crate::kernels::params::params;
 use crate::kernels::tile_rows::TileRows;
 use crate::kernels::{Grid, Recording, View};
-use crate::plan::capabilities::Capabilities;
-use crate::plan::matrix::{self, EDGE, MatrixTile};
-
-/// The shader.
-pub static EXPERT_GEMM_MATRIX: Kernel = Kernel { stem: "expert_gemm_matrix", reads: 3, writes: 1 };
-/// The same shader, which adds adapters, too.
-pub static EXPERT_GEMM_FOLDED: Kernel = Kernel { stem: "expert_gemm_matrix", reads: 7, writes: 1 };
+use crate::plan::matrix::{self, MatrixTile};
 
 params! {
     /// Sizes of one product with one piece of the weights.
@@ -111,118 +105,6 @@ pub struct ExpertGemmMatrix<'a> {
     pub adapters: Option<&'a Folded<'a>>,
 }
 
-/// Adapters that a product adds: `y[p] += B · u[p]` for each projection of the site, with the factors of the pair's expert and
-/// its token's slot, none of which has a bias and all of which [`matrix::factor_folds`].
-pub struct Folded<'a> {
-    /// f16 `[P, projections, max_rank]`, from [`LoraShrinkMatrix`](crate::kernels::lora_matrix::LoraShrinkMatrix) or
-    /// [`PairShrink::record_packed`](crate::kernels::pair_shrink::PairShrink::record_packed).
-    pub u: View,
-    /// Rank that u has room for: a multiple of 16.
-    pub max_rank: usize,
-    /// i32 `[T]`: slot of each token, negative for none; one past L counts as none.
-    pub token_lora_mapping: &'a View,
-    /// A; 1 when dense.
-    pub top_k: usize,
-    /// L, at most [`matrix::FOLDED_SLOTS`].
-    pub slots: usize,
-    /// Slots that occur in the mapping.
-    pub used: usize,
-    /// E_l.
-    pub experts: usize,
-    /// The site.
-    pub site: &'a LoraSite,
-    /// The layer's factors.
-    pub factors: &'a Factors,
-}
-
-/// What else tells variants apart.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Flags {
-    /// Weights are scaled on the way.
-    pub scaled: bool,
-    /// Rows end within a step.
-    pub ragged: bool,
-    /// Each value of x has its rest behind all.
-    pub twice: bool,
-    /// Adapters are added.
-    pub lora: bool,
-    /// Workgroups share out the depth, too.
-    pub parted: bool,
-    /// Some tile of columns lies across the border of two projections of the adapters, or they alternate.
-    pub across: bool,
-}
-
-/// Sizes of a product that its shader has as numbers, as [`ExpertGemmMatrixParams`] has them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Sizes {
-    /// Groups of eight in a row of W.
-    pub groups: u32,
-    /// Of a row of x that are multiplied, or blocks.
-    pub x_groups: u32,
-    /// From a row of x to the next.
-    pub x_stride: u32,
-    /// Rows of W in this piece.
-    pub out_rows: u32,
-    /// Row of y in elements.
-    pub y_stride: u32,
-}
-
-impl Sizes {
-    /// The variables that say so. Pipelines are made for each shape where matrices are of 16 x 16; those of 8 x 8 have never run on
-    /// a device, and what shows them right takes one text for all shapes.
-    pub(super) fn vars(&self, caps: &Capabilities) -> Vars {
-        let fixed = caps.edge == EDGE;
-        let mut vars: Vars = vec![("fixed", fixed.into())];
-        if fixed {
-            vars.extend([
-                ("fixed_groups", self.groups.into()),
-                ("fixed_x_groups", self.x_groups.into()),
-                ("fixed_x_stride", self.x_stride.into()),
-                ("fixed_out_rows", self.out_rows.into()),
-                ("fixed_y_stride", self.y_stride.into()),
-            ]);
-        }
-        vars
-    }
-}
-
-/// The variables of one variant.
-pub fn vars(
-    caps: &Capabilities,
-    dtype: DType,
-    rows: &'static str,
-    tile: MatrixTile,
-    Flags { scaled, ragged, twice, lora, parted, across }: Flags,
-    sizes: &Sizes,
-) -> Vars {
-    let mut vars: Vars = vec![
-        ("edge", caps.edge.into()),
-        ("dtype", dtype.name().into()),
-        ("rows", rows.into()),
-        ("height", tile.height.into()),
-        ("columns", tile.columns.into()),
-        ("depth", tile.depth.into()),
-        ("ahead", tile.ahead.into()),
-        ("x_ahead", tile.x_ahead.into()),
-        ("sub_rows", tile.sub_rows.into()),
-        ("sub_columns", tile.sub_columns.into()),
-        ("rests", tile.rests.into()),
-        ("kept", tile.kept.into()),
-        ("strip", tile.strip().into()),
-        ("width", caps.row_lanes.into()),
-        ("scaled", scaled.into()),
-        ("ragged", ragged.into()),
-        ("twice", twice.into()),
-        ("lora", lora.into()),
-        ("parted", parted.into()),
-    ];
-    if lora {
-        vars.extend([("across", across.into()), ("lift", matrix::LIFT.into())]);
-    }
-    vars.extend(sizes.vars(caps));
-    vars
-}
-
 impl ExpertGemmMatrix<'_> {
     /// Records the stage: one dispatch for each piece of the weights.
     ///
@@ -299,13 +181,8 @@ impl ExpertGemmMatrix<'_> {
                 out_rows: piece.rows as u32,
                 y_stride: self.y_stride as u32,
             };
-            let ([plain, folding], vars) = if tile.direct {
-                let kernels = [&EXPERT_GEMM_DIRECT, &EXPERT_GEMM_DIRECT_FOLDED];
-                (kernels, expert_gemm_direct::vars(&caps, w.dtype, rows, tile, flags, &sizes))
-            } else {
-                ([&EXPERT_GEMM_MATRIX, &EXPERT_GEMM_FOLDED], vars(&caps, w.dtype, rows, tile, flags, &sizes))
-            };
-            let pipeline = pipeline(rec.gpu(), if flags.lora { folding } else { plain }, vars)?;
+            let (kernel, vars) = variant(&caps, w.dtype, rows, tile, flags, &sizes);
+            let pipeline = pipeline(rec.gpu(), kernel, vars)?;
             let mut params = ExpertGemmMatrixParams {
                 rows: self.rows as u32,
                 row_div: self.row_div as u32,

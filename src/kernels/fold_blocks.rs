@@ -1,9 +1,9 @@
 //! u of the adapters of many rows as blocks: what a product loads straight into matrices to add them.
 
 use crate::error::Result;
-use crate::kernels::expert_gemm::Rows;
-use crate::kernels::expert_gemm_matrix::Folded;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
+use crate::kernels::lora_matrix::Folded;
+use crate::kernels::operands::Rows;
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;

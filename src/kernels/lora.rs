@@ -1,8 +1,9 @@
 //! Un-merged adapters: shrink to the rank, expand and add. Pairs of different adapters and ranks share one batch.
 
 use crate::error::Result;
-use crate::kernels::expert_gemm::{self, Rows, carriers};
+use crate::kernels::lanes::{self, carriers};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
+use crate::kernels::operands::Rows;
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};
 use crate::plan::capabilities::Capabilities;
@@ -184,7 +185,7 @@ fn shrink_rows(tile: usize) -> u32 {
 
 /// The variables of one variant of the shrink, whose rows are long.
 pub fn shrink_vars(caps: &Capabilities, rows: &'static str, tile: usize) -> Vars {
-    let [lanes, depth_lanes] = expert_gemm::lanes(caps, tile);
+    let [lanes, depth_lanes] = lanes::lanes(caps, tile);
     vec![
         ("rows", rows.into()),
         ("tile", (tile as u32).into()),
@@ -208,7 +209,7 @@ pub fn expand_vars(caps: &Capabilities, rows: &'static str, tile: usize) -> Vars
 /// Column tiles of the shrink and of the expand, to announce to an alignment.
 pub fn column_tiles(caps: &Capabilities, site: &LoraSite, max_rank: usize, tile: usize) -> [u32; 2] {
     let lanes = caps.gemm_lanes as usize;
-    let [width, depth_lanes] = expert_gemm::lanes(caps, tile);
+    let [width, depth_lanes] = lanes::lanes(caps, tile);
     let block = width.checked_div(depth_lanes).map_or(lanes, |subgroups| (subgroups * shrink_rows(tile)) as usize);
     let shrink = site.out_dims.len() * max_rank.next_multiple_of(8).div_ceil(block);
     [shrink as u32, site.spans(caps.gemm_lanes).tiles]

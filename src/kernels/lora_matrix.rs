@@ -66,9 +66,33 @@ params! {
     }
 }
 
+/// Adapters that a product adds: `y[p] += B · u[p]` for each projection of the site, with the factors of the pair's expert and
+/// its token's slot, none of which has a bias and all of which [`factor_folds`](crate::plan::matrix::factor_folds).
+pub struct Folded<'a> {
+    /// f16 `[P, projections, max_rank]`, from [`LoraShrinkMatrix`] or
+    /// [`PairShrink::record_packed`](crate::kernels::pair_shrink::PairShrink::record_packed).
+    pub u: View,
+    /// Rank that u has room for: a multiple of 16.
+    pub max_rank: usize,
+    /// i32 `[T]`: slot of each token, negative for none; one past L counts as none.
+    pub token_lora_mapping: &'a View,
+    /// A; 1 when dense.
+    pub top_k: usize,
+    /// L, at most [`FOLDED_SLOTS`](crate::plan::matrix::FOLDED_SLOTS).
+    pub slots: usize,
+    /// Slots that occur in the mapping.
+    pub used: usize,
+    /// E_l.
+    pub experts: usize,
+    /// The site.
+    pub site: &'a LoraSite,
+    /// The layer's factors.
+    pub factors: &'a Factors,
+}
+
 /// Semantics: `u[p] = s · A · x[p / row_div] · 2^e · w_scale` with the factors of virtual expert `id(p)` and the exponent e of
 /// the packed row, as [`LoraExpandTiles`] adds it to products that keep both powers of two; with f16 operands and f32 sums.
-/// Folded, u is f16 and divided by 2^[`LIFT`], as [`Folded`](crate::kernels::expert_gemm_matrix::Folded) takes it.
+/// Folded, u is f16 and divided by 2^[`LIFT`], as [`Folded`] takes it.
 pub struct LoraShrinkMatrix<'a> {
     /// P.
     pub rows: usize,

@@ -3,9 +3,9 @@
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::choice::{self, Choice, Numbers};
-use crate::kernels::expert_gemm::{Rows, Weights};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::lora::LoraSite;
+use crate::kernels::operands::{Rows, Weights};
 use crate::kernels::pair_shrink::PairShrink;
 use crate::kernels::params::params;
 use crate::kernels::{Grid, Recording, View};

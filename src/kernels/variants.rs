@@ -6,13 +6,13 @@ use crate::activation::Activation;
 use crate::dtype::DType;
 use crate::gpu::Tier;
 use crate::kernels::dense_gemm::{Adapters, Cut};
-use crate::kernels::expert_gemm_matrix::{Flags, Sizes};
+use crate::kernels::expert_gemm_variant::{self, Flags, Sizes};
 use crate::kernels::linker::{Kernel, Vars};
 use crate::kernels::{
     activation, activation_blocks, align, attention, attention_matrix, attention_split, choice, combine, count,
-    dense_gemm, down_combine, embed, expand_norm, expert_gemm, expert_gemm_direct, expert_gemm_matrix, fold_blocks,
-    localise, lora, lora_gather, lora_matrix, matrix_probe, norm, norm_pack, pack, pair_expand_shrink, pair_gemm,
-    pair_gemm_shrink, pair_shrink, random, rate, remap, rope, route, runs, sample, stream, tile_rows,
+    dense_gemm, down_combine, embed, expand_norm, expert_gemm, fold_blocks, localise, lora, lora_gather, lora_matrix,
+    matrix_probe, norm, norm_pack, pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink, random, rate,
+    remap, rope, route, runs, sample, stream, tile_rows,
 };
 use crate::plan::attention::{self as attention_plan, MATRIX_WIDTHS};
 use crate::plan::capabilities::Capabilities;
@@ -332,29 +332,28 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
             for (rows, tile, sizes) in direct {
                 let x_groups = tile.blocks(sizes.groups as usize * 8) as u32;
                 let sizes = Sizes { x_groups, x_stride: 0, ..*sizes };
-                let vars = |flags| expert_gemm_direct::vars(caps, dtype, rows, tile, flags, &sizes);
-                all.push((&expert_gemm_direct::EXPERT_GEMM_DIRECT, vars(plain)));
+                let variant = |flags| expert_gemm_variant::variant(caps, dtype, rows, tile, flags, &sizes);
+                all.push(variant(plain));
                 for across in [false, true].into_iter().filter(|_| !scaled) {
                     let flags = Flags { lora: true, across, ..plain };
-                    all.push((&expert_gemm_direct::EXPERT_GEMM_DIRECT_FOLDED, vars(flags)));
+                    all.push(variant(flags));
                 }
             }
             for (rows, tile, sizes) in staged {
-                let vars = |flags| expert_gemm_matrix::vars(caps, dtype, rows, tile, flags, sizes);
-                all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars(plain)));
+                let variant = |flags| expert_gemm_variant::variant(caps, dtype, rows, tile, flags, sizes);
+                all.push(variant(plain));
                 let parted = |flags| (rows == "dense").then_some(Flags { parted: true, ..flags });
                 if rows == "dense" {
-                    all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars(Flags { parted: true, ..plain })));
+                    all.push(variant(Flags { parted: true, ..plain }));
                     let sizes = Sizes { x_groups: 2 * sizes.groups, x_stride: 2 * sizes.groups, ..*sizes };
                     let flags = Flags { twice: true, parted: true, ..plain };
-                    let vars = expert_gemm_matrix::vars(caps, dtype, rows, tile, flags, &sizes);
-                    all.push((&expert_gemm_matrix::EXPERT_GEMM_MATRIX, vars));
+                    all.push(expert_gemm_variant::variant(caps, dtype, rows, tile, flags, &sizes));
                 }
                 for across in [false, true] {
                     if !scaled {
                         let flags = Flags { lora: true, across, ..plain };
                         for flags in [Some(flags), parted(flags)].into_iter().flatten() {
-                            all.push((&expert_gemm_matrix::EXPERT_GEMM_FOLDED, vars(flags)));
+                            all.push(variant(flags));
                         }
                     }
                 }

@@ -2,10 +2,12 @@
 
 use crate::error::Result;
 use crate::kernels::dense_gemm::{Cut, DenseGemm};
-use crate::kernels::expert_gemm::{ExpertGemm, Rows, Weights, dense_form, dense_on_matrices};
-use crate::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Folded};
+use crate::kernels::expert_gemm::{ExpertGemm, dense_form, dense_on_matrices};
+use crate::kernels::expert_gemm_matrix::ExpertGemmMatrix;
 use crate::kernels::lora::{Factors, LoraSite};
+use crate::kernels::lora_matrix::Folded;
 use crate::kernels::lora_matrix::LoraShrinkMatrix;
+use crate::kernels::operands::{Rows, Weights};
 use crate::kernels::pack::{Form, Packed, Reads, pack};
 use crate::kernels::pair_shrink::{PairShrink, Shrunk};
 use crate::kernels::{Recording, View};

@@ -13,7 +13,7 @@ pub use step::{StepDispatch, StepTensors};
 
 use crate::checkpoint::ModelConfig;
 use crate::kernels::View;
-use crate::kernels::expert_gemm::Weights;
+use crate::kernels::operands::Weights;
 use crate::layer::MoeLayer;
 use crate::placement::{PlacementRule, RankShare, Topology};
 

@@ -11,7 +11,7 @@ pub mod traced;
 use bytemuck::Pod;
 use wgmoe::Gpu;
 use wgmoe::dtype::DType;
-use wgmoe::kernels::expert_gemm::Weights;
+use wgmoe::kernels::operands::Weights;
 use wgmoe::kernels::{Recording, View};
 use wgmoe::plan::matrix::{self, Exponent};
 use wgmoe::plan::pieces::cut;
