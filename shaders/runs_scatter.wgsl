@@ -99,8 +99,8 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     }
     storageBarrier();
     workgroupBarrier();
-    for (var i = lane; i < {{ chunk }}u; i = i + {{ lanes }}u) {
-        let pair = chunk * {{ chunk }}u + i;
+    for (var i = lane; i < params.chunk_pairs; i = i + {{ lanes }}u) {
+        let pair = chunk * params.chunk_pairs + i;
         if (pair < params.pairs) {
             let bucket = bucket_of(pair);
             let place = work[places + bucket] + work[params.rank_base + pair];

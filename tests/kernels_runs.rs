@@ -12,6 +12,7 @@ use proptest::prelude::*;
 use wgmoe::Gpu;
 use wgmoe::kernels::align::Aligned as Place;
 use wgmoe::kernels::runs::{AlignRuns, Runs as At};
+use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::reference::{self, Aligned, Runs};
 use wgmoe::router::{STATUS_ID, STATUS_SLOT};
 use wgmoe::shape::align_capacity;
@@ -169,6 +170,40 @@ fn slots_that_there_are_no_bits_for_are_all_counted() {
         case.used = used(&case.mapping, 600);
         assert_eq!(check(&gpu, &case), Ok(0));
         case.used.clear();
+        assert_eq!(check(&gpu, &case), Ok(0));
+    }
+}
+
+#[test]
+fn chunks_grow_where_many_buckets_leave_no_room_for_many_of_them() {
+    for gpu in device::every_tier() {
+        let (experts, slots) = (33, 600);
+        let mut case = case(Routing::Uniform, AdapterMix::Uniform, [600, 4, experts, slots], [16, 16]);
+        case.mapping[0] = 599;
+        case.used = used(&case.mapping, slots);
+        // Five words for each bucket of a chunk; without this limit there would be 38 of them.
+        for chunks in [1, 2, 3] {
+            let own = gpu.capabilities().clone();
+            let words = case.pairs() + 5 * (experts * (slots + 1) + 1) * chunks;
+            let max_binding_bytes = own.max_binding_bytes.min(words as u64 * 4);
+            let small = gpu.with_capabilities(Capabilities { max_binding_bytes, ..own });
+            assert_eq!(check(&small, &case), Ok(0));
+            let mut wrong = case.clone();
+            *wrong.mapping.last_mut().unwrap() = slots as i32;
+            assert_eq!(check(&small, &wrong), Ok(STATUS_SLOT));
+        }
+    }
+}
+
+#[test]
+fn a_large_step_with_hundreds_of_slots_and_experts_fits_the_smallest_binding() {
+    // What every device has.
+    const BYTES: u64 = 128 << 20;
+    for gpu in device::every_tier().iter().filter(|gpu| gpu.capabilities().max_binding_bytes >= BYTES) {
+        let own = gpu.capabilities().clone();
+        let gpu = gpu.with_capabilities(Capabilities { max_binding_bytes: BYTES, ..own });
+        let mut case = case(Routing::Distinct, AdapterMix::Distinct, [16_384, 1, 512, 1024], [16, 16]);
+        case.mapping.iter_mut().step_by(7).for_each(|slot| *slot = 3);
         assert_eq!(check(&gpu, &case), Ok(0));
     }
 }

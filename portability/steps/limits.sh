@@ -8,6 +8,5 @@ packages libvulkan1 mesa-vulkan-drivers
 mapfile -t tests < <(kernel_tests)
 run_tests webgpu-limits 'vulkan, llvmpipe' "ran on llvmpipe with WebGPU's default limits" "VK_ICD_FILENAMES=$LLVMPIPE" \
     WGMOE_TEST_LIMITS=webgpu -- "${tests[@]}"
-# Not the one test that needs larger scratch on purpose.
 run_tests 1-MiB-bindings 'vulkan, llvmpipe' 'ran on llvmpipe with bindings of 1 MiB' "VK_ICD_FILENAMES=$LLVMPIPE" \
-    WGMOE_TEST_BINDING_BYTES=1048576 -- "${tests[@]}" -- --skip long_inputs_with_many_buckets_count_in_large_chunks
+    WGMOE_TEST_BINDING_BYTES=1048576 -- "${tests[@]}"

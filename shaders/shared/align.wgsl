@@ -27,6 +27,11 @@ struct AlignParams {
     tile_consumers: u32,
     // 1: each slot counts as one that occurs.
     every_slot: u32,
+    // Of all, again: pairs of a chunk, once or several times as many as are counted at once.
+    chunk_pairs: u32,
+    pad0: u32,
+    pad1: u32,
+    pad2: u32,
     // Column tiles of each consumer.
     columns: array<vec4<u32>, 4>,
     // A bit for each slot that occurs.

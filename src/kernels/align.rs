@@ -64,6 +64,14 @@ params! {
         tile_consumers: u32,
         /// 1: each slot counts as one that occurs.
         every_slot: u32,
+        /// Of all, again: pairs of a chunk.
+        chunk_pairs: u32,
+        /// Padding.
+        pad0: u32,
+        /// Padding.
+        pad1: u32,
+        /// Padding.
+        pad2: u32,
         /// Column tiles of each consumer.
         columns: [u32; 16],
         /// A bit for each slot that occurs.
@@ -133,7 +141,7 @@ impl Aligned {
     }
 }
 
-/// Pairs a chunk: small chunks cost less comparing, large ones less adding over chunks.
+/// Pairs of a chunk that are counted at once: small chunks cost less comparing, large ones less adding over chunks.
 pub const CHUNKS: [u32; 3] = [64, 256, 512];
 
 /// Chunks that are few: each workgroup of the second stage reads the counts of all.
@@ -142,10 +150,36 @@ const FEW_CHUNKS: usize = 64;
 /// Counts that are few even of twice as many chunks.
 const FEW_COUNTS: usize = 1 << 14;
 
-pub(super) fn chunk(pairs: usize, buckets: usize) -> u32 {
-    let [.., largest] = CHUNKS;
-    let few = |chunks: usize| chunks <= FEW_CHUNKS || chunks <= 2 * FEW_CHUNKS && chunks * buckets <= FEW_COUNTS;
-    CHUNKS.into_iter().find(|chunk| few(pairs.div_ceil(*chunk as usize))).unwrap_or(largest)
+/// Most counts, where there is room for so many: more than those of the largest steps with tens of adapters. Each workgroup of the
+/// second stage reads all of them.
+const MOST_COUNTS: usize = 1 << 22;
+
+/// How pairs are cut into chunks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Chunks {
+    /// One of [`CHUNKS`].
+    pub at_once: u32,
+    /// Pairs of a chunk: so many once or, where many buckets make many counts, several times.
+    pub pairs: usize,
+    /// Chunks, at least one.
+    pub n: usize,
+}
+
+impl Chunks {
+    /// For a work buffer of at most `room` bytes with so many `words` for each bucket of each chunk and one for each pair; where
+    /// that is too little for any, all pairs are one chunk.
+    pub fn new(pairs: usize, buckets: usize, words: usize, room: u64) -> Self {
+        let [.., largest] = CHUNKS;
+        let counts = (room / 4).saturating_sub(pairs as u64) / words as u64;
+        let most = MOST_COUNTS.min(counts as usize) / (buckets + 1);
+        let few = |chunks: usize| chunks <= FEW_CHUNKS || chunks <= 2 * FEW_CHUNKS && chunks * buckets <= FEW_COUNTS;
+        let chunks = |at_once: u32| pairs.div_ceil(at_once as usize).max(1);
+        let fits = |at_once: &u32| few(chunks(*at_once)) && chunks(*at_once) <= most;
+        let at_once = CHUNKS.into_iter().find(fits).unwrap_or(largest);
+        let times = chunks(at_once).div_ceil(most.max(1));
+        let of_chunk = times * at_once as usize;
+        Self { at_once, pairs: of_chunk, n: pairs.div_ceil(of_chunk).max(1) }
+    }
 }
 
 /// Pairs that are aligned at once at most.
@@ -162,7 +196,7 @@ pub const FEW_SIZES: [u32; 3] = [64, 128, FEW as u32];
 /// Invocations of the second stage.
 const LANES: u32 = 256;
 
-/// The variables of both stages, and whether pairs are sorted by adapter, too.
+/// The variables of both stages that count `chunk` pairs at once, and whether pairs are sorted by adapter, too.
 pub fn vars(chunk: u32, runs: bool) -> Vars {
     vec![("chunk", chunk.into()), ("lanes", LANES.into()), ("runs", runs.into())]
 }
@@ -225,9 +259,11 @@ impl Align<'_> {
         at_once: bool,
         (stride, slots): (u32, [u32; MOST_USED / 32]),
     ) -> Result<Aligned> {
-        let chunk = chunk(self.pairs, self.buckets);
-        let (aligned, mut params) = self.laid_out(rec, chunk, &[], 0)?;
-        let work = rec.scratch(self.work_label, u64::from(params.place_base + params.rank_base) * 4)?;
+        let words = 2;
+        let chunks = Chunks::new(self.pairs, self.buckets, words, rec.gpu().capabilities().max_binding_bytes);
+        let (aligned, mut params) = self.laid_out(rec, &chunks, &[], 0)?;
+        let counts = chunks.n * (self.buckets + 1);
+        let work = rec.scratch(self.work_label, (self.pairs + words * counts) as u64 * 4)?;
         (params.stride, params.slots) = (stride, slots);
         let bytes = bytemuck::bytes_of(&params);
         let buffers = [self.ids, &aligned.view, &work];
@@ -237,7 +273,7 @@ impl Align<'_> {
             rec.dispatch(pass, &pipeline, bytes, &buffers, &Grid::Direct([1, 1, 1]));
         } else {
             for kernel in [&ALIGN_COUNT, &ALIGN_SCATTER] {
-                let pipeline = pipeline(rec.gpu(), kernel, vars(chunk, false))?;
+                let pipeline = pipeline(rec.gpu(), kernel, vars(chunks.at_once, false))?;
                 rec.dispatch(pass, &pipeline, bytes, &buffers, &Grid::folded(1, params.chunks));
             }
         }
@@ -249,7 +285,7 @@ impl Align<'_> {
     pub(super) fn laid_out(
         &self,
         rec: &mut Recording,
-        chunk: u32,
+        chunks: &Chunks,
         run_columns: &[u32],
         run_words: usize,
     ) -> Result<(Aligned, AlignParams)> {
@@ -259,10 +295,9 @@ impl Align<'_> {
             let message = format!("alignment: {} column counts, at most {MAX_CONSUMERS}", all.len());
             return Err(Error::new(ErrorKind::Limit, message));
         }
-        let chunks = self.pairs.div_ceil(chunk as usize).max(1);
         let capacity = align_capacity(self.pairs, self.buckets, self.tile);
         let sorted_base = HEADER_WORDS + capacity / self.tile;
-        let rank_base = chunks * (self.buckets + 1);
+        let rank_base = chunks.n * (self.buckets + 1);
         let places_base = sorted_base + capacity;
         let end = places_base + self.pairs;
         let view = rec.scratch(self.label, (end + run_words) as u64 * 4)?;
@@ -270,7 +305,8 @@ impl Align<'_> {
             pairs: self.pairs as u32,
             buckets: self.buckets as u32,
             tile: self.tile as u32,
-            chunks: chunks as u32,
+            chunks: chunks.n as u32,
+            chunk_pairs: chunks.pairs as u32,
             capacity: capacity as u32,
             expert_base: HEADER_WORDS as u32,
             sorted_base: sorted_base as u32,
@@ -293,5 +329,45 @@ impl Align<'_> {
             columns,
         };
         Ok((aligned, params))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_are_longer_only_where_their_counts_would_be_too_many() {
+        let wide = |pairs, buckets| {
+            let Chunks { at_once, pairs, n } = Chunks::new(pairs, buckets, 5, 2 << 30);
+            (at_once as usize, pairs, n)
+        };
+        assert_eq!(wide(0, 128), (64, 64, 1));
+        assert_eq!(wide(4096, 128), (64, 64, 64));
+        assert_eq!(wide(8192, 127), (64, 64, 128));
+        assert_eq!(wide(8192, 129), (256, 256, 32));
+        // 16,384 tokens with eight experts each, of 128, and 64 adapters: many, but not too many.
+        assert_eq!(wide(1 << 17, 128 * 65), (512, 512, 256));
+        // Of 512 experts, with 1,024 adapters.
+        assert_eq!(wide(1 << 17, 512 * 1025), (512, 37 * 512, 7));
+        assert_eq!(wide(4096, 512 * 1025), (512, 2 * 512, 4));
+        assert_eq!(wide(64, 1 << 23), (512, 512, 1));
+    }
+
+    #[test]
+    fn the_work_of_all_chunks_fits_the_room_where_that_of_one_does() {
+        for (pairs, buckets) in [(0, 1), (1, 7), (300, 128), (8300, 8192), (1 << 17, 1152), (1 << 17, 512 * 1025)] {
+            for words in [2, 5] {
+                let bytes = |chunks: usize| 4 * (pairs + words * chunks * (buckets + 1)) as u64;
+                for most in 1..70 {
+                    let chunks = Chunks::new(pairs, buckets, words, bytes(most));
+                    let Chunks { at_once, pairs: of_chunk, n } = chunks;
+                    assert!(bytes(n) <= bytes(most) && n > 0, "{pairs} {buckets} {most} {chunks:?}");
+                    assert!(n * of_chunk >= pairs && of_chunk % at_once as usize == 0, "{pairs} {chunks:?}");
+                    assert!((n - 1) * of_chunk <= pairs, "{pairs} {chunks:?}");
+                }
+                assert_eq!(Chunks::new(pairs, buckets, words, bytes(1) - 4).n, 1);
+            }
+        }
     }
 }

@@ -2,7 +2,7 @@
 //! [`align`] records is another one here.
 
 use crate::error::Result;
-use crate::kernels::align::{self, ALIGN_COUNT, Align, Aligned};
+use crate::kernels::align::{self, ALIGN_COUNT, Align, Aligned, Chunks};
 use crate::kernels::linker::{Kernel, pipeline};
 use crate::kernels::{Grid, Recording, View};
 use crate::shape::align_capacity;
@@ -11,6 +11,10 @@ use crate::shape::align_capacity;
 pub static RUNS_COUNT: Kernel = Kernel { stem: ALIGN_COUNT.stem, reads: 2, writes: 3 };
 /// Places pairs and writes runs.
 pub static RUNS_SCATTER: Kernel = Kernel { stem: "runs_scatter", reads: 2, writes: 2 };
+
+/// Words of the work buffer for each bucket of each chunk: its pairs, the place of their first, where it begins and ends, and the
+/// runs before it.
+const WORK_WORDS: usize = 5;
 
 /// Words of a run: virtual id slot · E_l + expert, its first place, the place behind its last, and one more.
 const RUN_WORDS: usize = 4;
@@ -86,26 +90,27 @@ impl AlignRuns<'_> {
         let ids = self.ids.unwrap_or(self.token_lora_mapping);
         // Counts are of experts and adapters.
         let buckets = self.experts * (slots + 1);
-        let chunk = align::chunk(pairs, buckets);
+        let chunks = Chunks::new(pairs, buckets, WORK_WORDS, rec.gpu().capabilities().max_binding_bytes);
         let (columns, run_columns) = (self.columns, align::distinct(self.run_columns));
         let run_words = align_capacity(pairs, slots * self.experts, self.run) / self.run * RUN_WORDS;
         let tiles = Align { pairs, buckets: self.experts, tile, label, work_label, ids, columns };
-        let (aligned, mut params) = tiles.laid_out(rec, chunk, &run_columns, run_words)?;
+        let (aligned, mut params) = tiles.laid_out(rec, &chunks, &run_columns, run_words)?;
 
-        let rows = params.chunks * (buckets as u32 + 1);
+        let counts = chunks.n * (buckets + 1);
+        // Before what follows, which is in 32 bits as far as a binding goes.
+        let work = rec.scratch(work_label, (pairs + WORK_WORDS * counts) as u64 * 4)?;
         params.buckets = buckets as u32;
         params.stride = slots as u32 + 1;
-        params.rank_base = rows;
-        params.place_base = rows + pairs as u32;
-        params.start_base = params.place_base + rows;
+        params.rank_base = counts as u32;
+        params.place_base = (counts + pairs) as u32;
+        params.start_base = (2 * counts + pairs) as u32;
         params.top_k = self.top_k as u32;
         params.all_slots = self.slots as u32;
         params.routed = u32::from(self.ids.is_some());
         params.run = self.run as u32;
         params.every_slot = u32::from(used.is_none());
         params.slots = used.unwrap_or(params.slots);
-        let work = rec.scratch(work_label, u64::from(params.start_base + 3 * rows) * 4)?;
-        let vars = align::vars(chunk, true);
+        let vars = align::vars(chunks.at_once, true);
         let (bytes, grid) = (bytemuck::bytes_of(&params), Grid::folded(1, params.chunks));
         let counting = pipeline(rec.gpu(), &RUNS_COUNT, vars.clone())?;
         let buffers = [ids, self.token_lora_mapping, &aligned.view, &work, self.status];
