@@ -92,6 +92,63 @@ fn a_wrong_value_is_answered_with_what_the_option_takes() {
 }
 
 #[test]
+fn a_path_that_is_not_what_an_option_takes_is_named_with_what_it_should_be() {
+    let (base, text, empty, dir) = (base(), file("{}"), tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let nothing = dir.path().join("nothing");
+    let [text, empty, nothing] = [text.path(), empty.path(), nothing.as_path()].map(name);
+    let run = ["run", "--model", &base, "--prompt", "a"];
+    // What stands in front of the path, and what the message says of it.
+    let folders: [(&[&str], &str, &str, i32); 9] = [
+        (&["run", "--prompt", "a", "--model="], "--model", "a folder with config.json", 1),
+        (&["score", "--requests", text, "--model="], "--model", "a folder with config.json", 1),
+        (&["perplexity", "--text", text, "--model="], "--model", "a folder with config.json", 1),
+        (&[&run[..], &["--lora", "x="]].concat(), "--lora x", "a folder with adapter_config.json", 1),
+        (&["perplexity", "--model", &base, "--text", text, "--lora", "x="], "--lora x", "adapter_config.json", 1),
+        (&["inspect", ""], "DIR", "a folder with config.json", 1),
+        (&["demo", "--dir="], "--dir", "a folder with reference.json", 1),
+        (&["bench", "layer", "--shape="], "--shape", "tiny or a folder with config.json", 2),
+        (&["bench", "model", "--shape="], "--shape", "tiny or a folder with config.json", 2),
+    ];
+    let files: [(&[&str], &str, &str, i32); 10] = [
+        (&["run", "--model", &base, "--prompts="], "--prompts", "a file of JSON lines", 1),
+        (&["score", "--model", &base, "--requests="], "--requests", "a file of JSON lines", 1),
+        (&["perplexity", "--model", &base, "--text="], "--text", "a text file", 1),
+        (&["perplexity", "--model", &base, "--tokens="], "--tokens", "a safetensors file", 1),
+        (&[&run[..], &["--tuning="]].concat(), "--tuning", "a file as `wgmoe bench tune` writes it", 1),
+        (&["bench", "layer", "--tuning="], "--tuning", "a file as `wgmoe bench tune` writes it", 1),
+        (&[&run[..], &["--placement="]].concat(), "--placement", "linear, round-robin or a JSON file", 1),
+        (&["inspect", &base, "--placement="], "--placement", "linear, round-robin or a JSON file", 1),
+        (&["bench", "model", "--placement="], "--placement", "linear, round-robin or a JSON file", 1),
+        (&["placement", "--ep", "2", "--from-trace="], "--from-trace", "a file as --trace-routing writes it", 1),
+    ];
+    let refuse = |(command, option, expected, code): (&[&str], &str, &str, i32), path: &str, got: &str| {
+        let (last, front) = command.split_last().unwrap();
+        let last = format!("{last}{path}");
+        refused(&[front, &[&last]].concat(), code, &[&format!("error: {option} `{path}`: expected "), expected, got]);
+    };
+    for case in folders {
+        let got = |what| if case.1 == "--shape" { "" } else { what };
+        refuse(case, nothing, got(", but there is nothing"));
+        refuse(case, text, got(", got a file"));
+        refuse(case, empty, got(", got one without it"));
+    }
+    for case in files {
+        refuse(case, nothing, ", but there is nothing");
+        refuse(case, empty, ", got a folder");
+    }
+    // The report is there all the same.
+    let output = wgmoe(&["inspect", &base, "--lora", nothing]);
+    let said = format!("error: --lora `{nothing}`: expected a folder with adapter_config.json, but there is nothing");
+    assert!(output.code == Some(1) && output.stderr.contains(&said), "{}", output.stderr);
+    // A file of something else.
+    refused(
+        &["perplexity", "--model", &base, "--tokens", text],
+        1,
+        &["--tokens: ", text, "expected a safetensors file"],
+    );
+}
+
+#[test]
 fn a_word_that_nobody_expects_is_answered_with_what_it_may_have_been_meant_to_be() {
     let base = base();
     refused(&["run", "--model", &base, "--prompt", "hello", "world"], 2, &["'world'", "behind --message or --prompt"]);

@@ -18,6 +18,7 @@ use crate::ranks::{ExchangeOption, RankOptions, World};
 use crate::requests::{Prompt, read_lines};
 use crate::session::{Answer, Job, Session, generate_with_bar, speed};
 use crate::table::{bytes, cell, table};
+use crate::values::folder;
 use crate::{Device, Format};
 
 /// Longest answer: the longest right one has fewer than 60 tokens.
@@ -79,11 +80,17 @@ struct Greedy {
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
     let tier = options.device.tier();
+    for file in ["reference.json", "base/config.json"] {
+        folder("--dir", &options.dir, file)?;
+    }
     let path = options.dir.join("reference.json");
     let place = || format!("`{}`", path.display());
     let reference: Reference =
         serde_json::from_reader(BufReader::new(File::open(&path).with_context(place)?)).with_context(place)?;
     let adapters: Vec<_> = reference.exact_match.keys().filter(|name| *name != "base").cloned().collect();
+    for name in &adapters {
+        folder("--dir", &options.dir, &format!("adapters/{name}/adapter_config.json"))?;
+    }
     let loras = adapters.iter().map(|name| (name.clone(), options.dir.join("adapters").join(name))).collect();
     let files = ModelFiles {
         model: options.dir.join("base"),
@@ -236,7 +243,7 @@ impl Demo<'_> {
     fn eval(&self) -> anyhow::Result<Eval> {
         let path = self.options.dir.join("eval.jsonl");
         let mut eval = Eval { jobs: Vec::new(), expected: Vec::new() };
-        for line in read_lines::<Map<String, Value>>("eval", &path)? {
+        for line in read_lines::<Map<String, Value>>("--dir", &path)? {
             let text = |key: &str| {
                 let value = line.value.get(key).and_then(Value::as_str);
                 value.with_context(|| format!("{}: expected text for `{key}`", line.place))

@@ -18,7 +18,7 @@ use crate::ranks::places;
 use crate::ranks::{ExchangeOption, RankOptions, Share, World};
 use crate::requests::Prompt;
 use crate::target::Target;
-use crate::values::size;
+use crate::values::{folder, size};
 use crate::{Device, usage};
 
 /// What to run.
@@ -126,6 +126,10 @@ impl ModelFiles {
             ));
         }
         let trace = self.trace_routing.as_deref().map(|path| Target::reserve("--trace-routing", path)).transpose()?;
+        folder("--model", &self.model, "config.json")?;
+        for (name, dir) in &self.loras {
+            folder(&format!("--lora {name}"), dir, "adapter_config.json")?;
+        }
         let checkpoint = Checkpoint::open(&self.model)?;
         let share = self.share(world);
         let owned = share.options.share(checkpoint.config(), share.options.topology(0)?)?;

@@ -17,7 +17,7 @@ use wgmoe::plan::read::ScalePolicy;
 use crate::devices::tiers;
 use crate::ranks::RankOptions;
 use crate::target::Target;
-use crate::values::{number, size};
+use crate::values::{folder, number, size};
 use crate::{Device, Format, usage};
 
 /// Binding limit where there is no device: what every WebGPU device has.
@@ -93,6 +93,7 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     let rule = options.ranks.rule()?;
     let (device, limit) = options.limit()?;
     let svg = options.svg.as_deref().map(|path| Target::reserve("--svg", path)).transpose()?;
+    folder("DIR", &options.dir, "config.json")?;
     let checkpoint = Checkpoint::open(&options.dir)?;
     options.ranks.share(checkpoint.config(), first)?;
     let input = report::Input {

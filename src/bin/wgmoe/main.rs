@@ -128,7 +128,10 @@ impl Device {
     /// The thresholds and cuts asked for, of all tiers.
     fn table(&self) -> anyhow::Result<TuningTable> {
         match &self.tuning {
-            Some(path) => TuningTable::read(path).context("--tuning"),
+            Some(path) => {
+                values::file("--tuning", path, "a file as `wgmoe bench tune` writes it")?;
+                TuningTable::read(path).context("--tuning")
+            }
             None => Ok(TuningTable::built_in()?),
         }
     }

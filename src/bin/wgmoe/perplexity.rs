@@ -12,6 +12,7 @@ use crate::files::{Files, ModelFiles};
 use crate::requests::Prompt;
 use crate::session::{Job, Session, bar, stem};
 use crate::table::table;
+use crate::values::file;
 use crate::{Device, Format, logits, usage};
 
 /// Tokens of one window of a long text (fewer where the model's context is shorter).
@@ -62,7 +63,10 @@ pub fn run(options: &Options) -> anyhow::Result<()> {
     let files = options.files.open(&world)?;
     let tasks = match (&options.text, &options.tokens) {
         (Some(path), _) => vec![text_task(&files, path)?],
-        (None, Some(path)) => read_tasks(&files, path)?,
+        (None, Some(path)) => {
+            file("--tokens", path, "a safetensors file")?;
+            read_tasks(&files, path).context("--tokens")?
+        }
         (None, None) => return Err(usage("expected --text or --tokens")),
     };
     let pairs: Vec<_> = tasks.iter().map(|task| (options.adapter.as_deref(), task)).collect();
@@ -155,6 +159,7 @@ pub fn measure<'a>(
 /// A text as one task, in windows that overlap by half.
 fn text_task(files: &Files, path: &Path) -> anyhow::Result<Task> {
     let place = format!("--text `{}`", path.display());
+    file("--text", path, "a text file")?;
     let bytes = read_capped(path).with_context(|| place.clone())?;
     let text = String::from_utf8(bytes).map_err(|_| usage(format!("{place}: not valid UTF-8")))?;
     let ids = files.any_ids(&place, &Prompt::Text(text))?;

@@ -10,7 +10,7 @@ use wgmoe::placement::{Placement, RoutingCounts, Topology, balance};
 
 use crate::table::{cell, table};
 use crate::target::Target;
-use crate::values::number;
+use crate::values::{file, number};
 use crate::{Format, usage};
 
 /// Propose which rank holds which experts, from what a run recorded
@@ -60,6 +60,7 @@ struct Shared {
 }
 
 pub fn run(options: &Options) -> anyhow::Result<()> {
+    file("--from-trace", &options.from_trace, "a file as --trace-routing writes it")?;
     let counts = RoutingCounts::from_json(&options.from_trace).map_err(|e| e.within("--from-trace"))?;
     let (experts, groups) = (counts.experts, options.ep);
     // Whatever does not fit is the option's fault.

@@ -15,7 +15,7 @@ use wgmoe::model::{LoadOptions, Model};
 use wgmoe::placement::{PlacementRule, RankShare, Topology};
 use wgmoe::plan::exchange::ExchangeWay;
 
-use crate::values::number;
+use crate::values::{file, number};
 use crate::{Device, usage};
 
 /// How the model is shared out.
@@ -52,7 +52,10 @@ impl RankOptions {
         Ok(match self.placement.as_str() {
             "linear" => PlacementRule::Linear,
             "round-robin" => PlacementRule::RoundRobin,
-            file => PlacementRule::from_json(file.as_ref()).context("--placement")?,
+            name => {
+                file("--placement", name.as_ref(), "linear, round-robin or a JSON file")?;
+                PlacementRule::from_json(name.as_ref()).context("--placement")?
+            }
         })
     }
 }

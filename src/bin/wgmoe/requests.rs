@@ -9,6 +9,7 @@ use serde::{Deserialize, Deserializer};
 use wgmoe::text::Message;
 
 use crate::usage;
+use crate::values::file;
 
 /// Largest file of requests.
 const FILE_CAP: u64 = 1 << 30;
@@ -83,6 +84,7 @@ pub fn read_lines<T: DeserializeOwned>(option: &str, path: &Path) -> anyhow::Res
     let text = if path == Path::new("-") {
         read_capped(std::io::stdin().lock())
     } else {
+        file(option, path, "a file of JSON lines")?;
         std::fs::File::open(path).and_then(read_capped)
     }
     .with_context(|| format!("{option} `{}`", path.display()))?;

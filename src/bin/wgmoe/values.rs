@@ -2,8 +2,10 @@
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
+use std::path::Path;
 use std::str::FromStr;
 
+use anyhow::bail;
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
@@ -47,6 +49,35 @@ pub fn size(text: &str) -> Result<u64, &'static str> {
     };
     let n: u64 = digits.trim().parse().map_err(|_| "expected a whole number, such as 128MiB")?;
     n.checked_mul(1 << shift).filter(|&n| n > 0).ok_or("expected 1 byte or more, and less than 16 EiB")
+}
+
+/// Makes sure that `option` names a folder with `file` in it.
+pub fn folder(option: &str, path: &Path, file: &str) -> anyhow::Result<()> {
+    let got = match path.metadata() {
+        Ok(meta) if !meta.is_dir() => ", got a file".to_owned(),
+        Ok(_) if !path.join(file).exists() => ", got one without it".to_owned(),
+        Ok(_) => return Ok(()),
+        Err(error) => unread(&error),
+    };
+    bail!("{option} `{}`: expected a folder with {file}{got}", path.display())
+}
+
+/// Makes sure that `option` names a file, which should be `what`; whatever can be read counts as one.
+pub fn file(option: &str, path: &Path, what: &str) -> anyhow::Result<()> {
+    let got = match path.metadata() {
+        Ok(meta) if meta.is_dir() => ", got a folder".to_owned(),
+        Ok(_) => return Ok(()),
+        Err(error) => unread(&error),
+    };
+    bail!("{option} `{}`: expected {what}{got}", path.display())
+}
+
+/// What is said of a path that leads nowhere.
+fn unread(error: &std::io::Error) -> String {
+    match error.kind() {
+        std::io::ErrorKind::NotFound | std::io::ErrorKind::NotADirectory => ", but there is nothing".to_owned(),
+        _ => format!(": {error}"),
+    }
 }
 
 /// A negative number behind an option is a value of it, if a wrong one, and no option of its own.

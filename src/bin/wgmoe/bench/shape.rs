@@ -70,7 +70,7 @@ impl Shape {
         let path = Path::new(text);
         let of_file = path.parent().filter(|_| path.is_file() && path.ends_with("config.json"));
         let dir = if path.is_dir() { Some(path) } else { of_file };
-        let Some(dir) = dir else {
+        let Some(dir) = dir.filter(|dir| dir.join("config.json").exists()) else {
             let message = format!("--shape `{text}`: expected {} or a folder with config.json", KNOWN.join(", "));
             return Err(usage(message));
         };

@@ -13,6 +13,7 @@ use wgmoe::plan::read::{Bill, ReadPlan, ScalePolicy, StoredLayout};
 use wgmoe::plan::resident;
 
 use crate::table::bytes;
+use crate::values::folder;
 
 pub struct Input<'a> {
     pub checkpoint: &'a Checkpoint,
@@ -233,7 +234,9 @@ fn adapter(dir: &Path, config: &ModelConfig, input: &Input) -> AdapterReport {
         bytes_by_rank: Vec::new(),
         error: None,
     };
-    if let Err(error) = fill(&mut report, dir, config, input) {
+    if let Err(error) = folder("--lora", dir, "adapter_config.json") {
+        report.error = Some(error.to_string());
+    } else if let Err(error) = fill(&mut report, dir, config, input) {
         report.error = Some(format!("adapter `{}`: {error}", dir.display()));
     }
     report
