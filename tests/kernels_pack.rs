@@ -19,7 +19,7 @@ use wgmoe::kernels::align::Align;
 use wgmoe::kernels::norm::Norm;
 use wgmoe::kernels::pack::{Blocks, FORMS, Form, Packed, Reads, pack};
 use wgmoe::kernels::{View, activation_blocks, norm_pack};
-use wgmoe::plan::matrix::{self, DEPTH_PARTS, EDGE, MatrixTile};
+use wgmoe::plan::matrix::{DEPTH_PARTS, EDGE, MatrixTile};
 use wgmoe::plan::tuning::TuningTable;
 use wgmoe::reference;
 use wgmoe::shape::align_capacity;
@@ -262,7 +262,7 @@ const PAIRS: usize = 156;
 
 /// The direct cut of tiles of pairs.
 fn direct(gpu: &Gpu) -> MatrixTile {
-    *matrix::tiles(gpu.capabilities()).iter().find(|tile| tile.direct).unwrap()
+    *gpu.capabilities().cuts.experts.iter().find(|tile| tile.direct).unwrap()
 }
 
 /// Whether a binding holds blocks of so many rows.
