@@ -286,8 +286,8 @@ impl Gpu {
         };
         let experimental = if matrices {
             // SAFETY: the one experimental feature asked for is cooperative matrices; the shaders that use them load whole
-            // blocks of workgroup memory, or of buffers that hold a whole number of them, within their bounds, and every
-            // variant of them is tested against the oracle.
+            // blocks of workgroup memory, or of buffers that hold a whole number of them, within their bounds: every variant
+            // of the crate's cuts is tested against the oracle, and `MatrixTile::check` stands before any other.
             unsafe { wgpu::ExperimentalFeatures::enabled() }
         } else {
             wgpu::ExperimentalFeatures::disabled()
@@ -387,14 +387,18 @@ impl Gpu {
     /// use wgmoe::{Gpu, GpuOptions};
     ///
     /// let table = TuningTable::read(std::path::Path::new("tuning.json"))?;
-    /// let gpu = Gpu::new(&GpuOptions::default())?.with_tuning(&table);
+    /// let gpu = Gpu::new(&GpuOptions::default())?.with_tuning(&table)?;
     /// # Ok(())
     /// # }
     /// ```
-    pub fn with_tuning(&self, table: &TuningTable) -> Self {
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] for a cut of which no right shader can be made.
+    pub fn with_tuning(&self, table: &TuningTable) -> Result<Self> {
+        table.cuts.check().map_err(|e| Error::new(ErrorKind::Config, format!("`cuts`: {e}")))?;
         let caps = self.capabilities().clone();
         let cuts = Arc::new(table.cuts.of(caps.edge).clone());
-        self.with_capabilities(Capabilities { tuning: table.of(self.tier()), cuts, ..caps })
+        Ok(self.with_capabilities(Capabilities { tuning: table.of(self.tier()), cuts, ..caps }))
     }
 
     /// The same device and queue with other decisions, which it must be able to run: so that tests meet the variants

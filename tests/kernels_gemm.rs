@@ -6,6 +6,8 @@ mod device;
 #[path = "common/gpu_run.rs"]
 mod gpu_run;
 
+use std::sync::Arc;
+
 use common::{Rng, Routing, TOL_F32, UNWRITTEN_F32, each_case, rel_err, tolerance};
 use gpu_run::{Output, read, replayed, run, upload, weights};
 use proptest::prelude::*;
@@ -18,7 +20,7 @@ use wgmoe::kernels::expert_gemm_matrix::ExpertGemmMatrix;
 use wgmoe::kernels::operands::{Rows, Weights};
 use wgmoe::kernels::pack::{Form, pack};
 use wgmoe::plan::capabilities::Capabilities;
-use wgmoe::plan::matrix::{self, DEPTH_PARTS};
+use wgmoe::plan::matrix::{self, DEPTH_PARTS, MatrixTile};
 use wgmoe::plan::tuning::Tuning;
 use wgmoe::reference;
 use wgmoe::shape::align_capacity;
@@ -409,6 +411,31 @@ fn any_shape_equals_the_oracle() {
             prop_assert_eq!(check(gpu, &case), Ok(()));
         }
     });
+}
+
+#[test]
+fn cuts_of_another_table_equal_the_oracle() {
+    for own in matrix_devices() {
+        let caps = own.capabilities();
+        let mut cuts = (*caps.cuts).clone();
+        for cut in cuts.experts.iter_mut().chain(&mut cuts.dense) {
+            *cut = match cut.height {
+                16 => MatrixTile { columns: 32, depth: 32, ahead: 3, x_ahead: 1, sub_columns: 32, kept: false, ..*cut },
+                32 => MatrixTile { depth: 48, sub_rows: 32, sub_columns: 16, ahead: 1, x_ahead: 1, ..*cut },
+                _ if cut.direct => MatrixTile { columns: 64, depth: 32, x_ahead: 1, sub_columns: 64, ..*cut },
+                _ => MatrixTile { ahead: 1, x_ahead: 1, rests: !cut.rests, ..*cut },
+            };
+        }
+        assert_eq!(cuts.check(caps.edge), Ok(()));
+        let gpu = own.with_capabilities(Capabilities { cuts: Arc::new(cuts), ..caps.clone() });
+        let mut cases = Vec::new();
+        for select in device::matrix_heights().into_iter().map(Select::Tiles).chain([Select::Dense]) {
+            for (dtype, pairs, inner) in [(DType::F16, 300, 72), (DType::Bf16, 33, 128), (DType::Bf16, 1000, 200)] {
+                cases.push(Case { select, dtype, pairs, row_div: 1, out: 130, inner, ..CASE });
+            }
+        }
+        each_case(&cases, |case| check(&gpu, case));
+    }
 }
 
 #[test]

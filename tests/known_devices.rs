@@ -23,7 +23,7 @@ use wgmoe::placement::{ExpertShare, Placement};
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::matrix::{self, Cuts, MatrixTile};
 use wgmoe::plan::pieces::cut;
-use wgmoe::plan::tuning::Tuning;
+use wgmoe::plan::tuning::{Tuning, TuningTable};
 use wgmoe::shape::MoeShape;
 use wgmoe::{Adapter, Checkpoint, Engine, EngineOptions, Gpu, GpuInfo, LoadOptions, Model, Request, Tier};
 use wgpu::{AdapterInfo, Backend, CooperativeMatrixProperties, CooperativeScalarType, DeviceType, Features, Limits};
@@ -305,6 +305,16 @@ fn a_layer_takes_the_cuts_of_another_table() {
             assert_eq!(took, [true, true], "{tokens}: {labels:#?}");
         }
     }
+}
+
+#[test]
+fn a_table_that_was_never_read_is_checked_all_the_same() {
+    let gpu = open(&DEVICES[0]);
+    let mut table = TuningTable::built_in().unwrap();
+    assert!(gpu.with_tuning(&table).is_ok());
+    table.cuts.of_16.experts[0].columns = 40;
+    let error = gpu.with_tuning(&table).unwrap_err().to_string();
+    assert!(error.contains("`cuts`: `16`: `experts[0]`: `columns`: expected a multiple of 16"), "{error}");
 }
 
 #[test]

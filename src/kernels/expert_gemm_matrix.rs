@@ -167,6 +167,7 @@ impl ExpertGemmMatrix<'_> {
             }
             _ => None,
         };
+        debug_assert!(blocks.as_ref().is_none_or(|b| b.per_row == tile.blocks(self.x.width)), "blocks of another cut");
         let (x, x_groups, exponents) = match &blocks {
             Some(Blocks { view, per_row, exponents }) => (view, *per_row, *exponents),
             None => (&self.x.view, depth / 8, self.x.exponents()),

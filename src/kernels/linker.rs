@@ -260,8 +260,8 @@ pub fn pipeline(gpu: &Gpu, kernel: &'static Kernel, vars: Vars) -> Result<Arc<Pi
     let refused = device.push_error_scope(wgpu::ErrorFilter::Validation);
     let not_compiled = device.push_error_scope(wgpu::ErrorFilter::Internal);
     let desc = wgpu::ShaderModuleDescriptor { label: Some(&label), source };
-    // SAFETY: every loop of our shaders ends, and every index is bounded by `params`, or by ids that the align and remap
-    // stages have clamped; `Recording::dispatch` is given views of the sizes that each stage's fields state. A caller's
+    // SAFETY: every loop of our shaders ends, and every index is bounded by `params`, by ids that the align and remap
+    // stages have clamped, or by a cut that `MatrixTile::check` has passed; `Recording::dispatch` is given views of the sizes that each stage's fields state. A caller's
     // smaller view is caught by the driver's robust buffer access, which wgpu leaves on. The kernel tests run the same
     // shaders with the checks on (debug assertions).
     let module = unsafe { device.create_shader_module_trusted(desc, runtime_checks()) };

@@ -304,9 +304,10 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
     packing_norms(caps, all);
     for tile in caps.cuts.experts.iter().filter(|t| t.direct) {
         all.push((&tile_rows::TILE_ROWS, tile_rows::vars(tile)));
-        for rows in ["tiles", "dense"] {
-            all.push((&fold_blocks::FOLD_BLOCKS, fold_blocks::vars(caps, rows, tile)));
-        }
+        all.push((&fold_blocks::FOLD_BLOCKS, fold_blocks::vars(caps, "tiles", tile)));
+    }
+    for tile in caps.cuts.dense.iter().filter(|t| t.direct) {
+        all.push((&fold_blocks::FOLD_BLOCKS, fold_blocks::vars(caps, "dense", tile)));
     }
     for folded in [false, true] {
         for per in 1..=lora_matrix::MOST_AT_ONCE {

@@ -58,7 +58,9 @@ impl MoeLayer {
             let x_values = |w: &Weights| blocks.map_or(w.in_dim, |of| of(w.in_dim));
             let row_bytes = |w: &Weights| (stride(w) * 4).max(x_values(w) * 2 + 8) as u64;
             let most = row_bytes(&self.gate_up).max(row_bytes(&self.down));
-            align_capacity(pairs, self.experts, tile) as u64 * most <= caps.max_binding_bytes
+            // Blocks are loaded ahead past the end.
+            let ahead = MatrixTile::direct_of(caps, tile).map_or(0, |cut| cut.x_ahead * EDGE * EDGE * 2);
+            align_capacity(pairs, self.experts, tile) as u64 * most + u64::from(ahead) <= caps.max_binding_bytes
         };
         let mut tile = matrix::tile(caps, pairs, self.experts)?;
         while !fits(tile) {

@@ -1,5 +1,5 @@
-//! One device of each class that [`Capabilities::new`] tells apart: kernel variants depend on nothing else of a device,
-//! so what is checked for these is checked for every device.
+//! One device of each class that [`Capabilities::new`] tells apart: by the built-in table kernel variants depend on nothing
+//! else of a device, so what is checked for these is checked for every device.
 
 use super::capabilities::Capabilities;
 use super::matrix::{self, EDGES};

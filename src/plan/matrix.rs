@@ -16,7 +16,7 @@ pub const EDGE: u32 = 16;
 /// cut of a device with them needs, in bytes: devices whose matrices are small have less of it.
 pub const EDGES: [(u32, u32); 2] = [(EDGE, WORKGROUP_BYTES), (8, 32 << 10)];
 
-/// Subgroup sizes that the cuts below are made for.
+/// Subgroup sizes that cuts are made for.
 const WIDTHS: [u32; 1] = [32];
 
 /// Workgroup memory that the largest product on matrices of [`EDGE`] needs, in bytes.

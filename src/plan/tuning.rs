@@ -128,8 +128,7 @@ impl Tuning {
 }
 
 /// The [`Tuning`] of every tier, and the cuts of products on matrices.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TuningTable {
     /// That of [`Tier::Baseline`].
     pub baseline: Tuning,
@@ -141,6 +140,16 @@ pub struct TuningTable {
     pub cuts: CutTable,
 }
 
+/// A table as it stands in a file: one that was written before cuts were data has none.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Written {
+    baseline: Tuning,
+    subgroup: Tuning,
+    matrix: Tuning,
+    cuts: Option<CutTable>,
+}
+
 impl TuningTable {
     /// The table of this crate.
     ///
@@ -150,7 +159,8 @@ impl TuningTable {
         Self::parse(BUILT_IN).map_err(|e| e.within("`tuning.json` of the crate"))
     }
 
-    /// Reads a table: JSON, for each tier an object with all fields of [`Tuning`], and a [`CutTable`].
+    /// Reads a table: JSON, for each tier an object with all fields of [`Tuning`], and a [`CutTable`], without which the crate's cuts
+    /// stay.
     ///
     /// # Errors
     /// [`ErrorKind::Io`] when the file cannot be read, [`ErrorKind::Format`] when it is not JSON, [`ErrorKind::Config`] for a
@@ -177,7 +187,10 @@ impl TuningTable {
             }
         }
         // What is missing, unknown or given twice.
-        let table: Self = serde_json::from_str(text).map_err(|e| config(e.to_string()))?;
+        let Written { baseline, subgroup, matrix, cuts } =
+            serde_json::from_str(text).map_err(|e| config(e.to_string()))?;
+        let cuts = cuts.map_or_else(|| Self::built_in().map(|table| table.cuts), Ok)?;
+        let table = Self { baseline, subgroup, matrix, cuts };
         for tier in [Tier::Baseline, Tier::Subgroup, Tier::Matrix] {
             if let Err([large, small]) = table.of(tier).in_order() {
                 return Err(config(format!("`{tier}.{large}`: expected no less than `{small}`")));
@@ -279,6 +292,9 @@ mod tests {
             table["cuts"][edge][list][i][field] = value;
             table.to_string()
         };
+        let mut old: Value = serde_json::from_str(BUILT_IN).unwrap();
+        old.as_object_mut().unwrap().remove("cuts");
+        assert_eq!(TuningTable::parse(&old.to_string()).unwrap(), TuningTable::built_in().unwrap(), "the crate's cuts");
         let doubled = BUILT_IN.replacen("\"few_pairs\"", "\"few_pairs\": 3, \"few_pairs\"", 1);
         for (text, kind, words) in [
             ("{".to_owned(), ErrorKind::Format, "line 1"),
@@ -322,7 +338,7 @@ mod tests {
             (
                 cut("8", "dense", 3, "direct", false.into()),
                 ErrorKind::Config,
-                "`cuts`: `8`: `dense[3]`: `x_ahead`: expected a part of 1, got 4",
+                "`cuts`: `8`: `dense[3]`: `x_ahead`: expected a divisor of 1, got 4",
             ),
             (cut("16", "dense", 0, "width", 1.into()), ErrorKind::Config, "unknown field `width`"),
             (cut("16", "dense", 0, "height", (-16).into()), ErrorKind::Config, "invalid value: integer `-16`"),

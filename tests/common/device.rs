@@ -52,7 +52,7 @@ pub fn matrix_heights() -> Vec<usize> {
     let [heights, others] =
         [&table.cuts.of_16, &table.cuts.of_8].map(|cuts| cuts.experts.iter().map(|cut| cut.height as usize));
     let heights: Vec<usize> = heights.collect();
-    assert!(heights.iter().copied().eq(others));
+    assert!(heights.iter().copied().eq(others), "the tests take one list of heights");
     heights
 }
 

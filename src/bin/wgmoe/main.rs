@@ -119,7 +119,7 @@ impl Device {
             Some(index) => {
                 let table = self.table()?;
                 let gpu = Gpu::new(&GpuOptions { device: Some(index.to_string()), tier })?;
-                Ok(gpu.with_tuning(&table))
+                Ok(gpu.with_tuning(&table)?)
             }
             None => self.open_tier(tier),
         }
@@ -153,7 +153,7 @@ impl Device {
             all if all.is_empty() => error.into(),
             all => self.named(&all).err().unwrap_or(error.into()),
         })?;
-        Ok(gpu.with_tuning(&table))
+        Ok(gpu.with_tuning(&table)?)
     }
 }
 

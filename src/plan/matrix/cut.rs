@@ -17,8 +17,8 @@ pub struct MatrixTile {
     pub depth: u32,
     /// Steps that weights are loaded ahead.
     pub ahead: u32,
-    /// Steps that x is loaded ahead: as many, or one, since it is nearer; registers are short in high tiles. Of a direct cut
-    /// blocks of 16 values.
+    /// Steps that x is loaded ahead: a divisor of `ahead`; fewer where registers are short, since x is nearer. Of a direct cut blocks
+    /// of 16 values, a divisor of those in a step.
     pub x_ahead: u32,
     /// Rows of a subgroup.
     pub sub_rows: u32,
@@ -62,10 +62,10 @@ impl MatrixTile {
             }
         }
         if !height.is_multiple_of(sub_rows) {
-            return expected("sub_rows", &format!("a part of the {height} rows"), sub_rows);
+            return expected("sub_rows", &format!("a divisor of the {height} rows"), sub_rows);
         }
         if !columns.is_multiple_of(sub_columns) {
-            return expected("sub_columns", &format!("a part of the {columns} columns"), sub_columns);
+            return expected("sub_columns", &format!("a divisor of the {columns} columns"), sub_columns);
         }
         for width in WIDTHS {
             let lanes = self.subgroups() * width;
@@ -75,7 +75,7 @@ impl MatrixTile {
             }
             // A lane loads eight values of a row.
             if !lanes.is_multiple_of(depth / 8) {
-                return expected("depth", &format!("eights that divide {lanes} invocations"), depth);
+                return expected("depth", &format!("a depth whose eighth divides {lanes} invocations"), depth);
             }
             if direct && !columns.is_multiple_of(lanes / (depth / 8)) {
                 return expected("columns", &format!("a multiple of {} in a direct cut", lanes / (depth / 8)), columns);
@@ -85,11 +85,12 @@ impl MatrixTile {
             if ahead != 1 {
                 return expected("ahead", "1 in a direct cut", ahead);
             }
-            // Subgroups share out the columns of a tile of few rows; who sorts its adapters has a lane a row.
+            // Subgroups share out the columns of a tile of few rows.
             if !columns.is_multiple_of(EDGE * self.subgroups()) {
                 let parts = format!("a multiple of {} in a direct cut", EDGE * self.subgroups());
                 return expected("columns", &parts, columns);
             }
+            // What brings its adapters into blocks has a lane for each row.
             if WIDTHS.into_iter().any(|width| !height.is_multiple_of(width)) {
                 return expected("height", &format!("a multiple of {} in a direct cut", WIDTHS[0]), height);
             }
@@ -107,7 +108,7 @@ impl MatrixTile {
         // Registers go round.
         let round = if direct { depth / EDGE } else { ahead };
         if x_ahead == 0 || !round.is_multiple_of(x_ahead) {
-            return expected("x_ahead", &format!("a part of {round}"), x_ahead);
+            return expected("x_ahead", &format!("a divisor of {round}"), x_ahead);
         }
         let bytes = if dense { self.dense_workgroup_bytes() } else { self.workgroup_bytes() };
         let (bytes, room) = (bytes + self.folded_workgroup_bytes(), workgroup_bytes(edge));
@@ -187,16 +188,19 @@ mod tests {
             (MatrixTile { height: 0, ..STAGED }, "`height`: expected a multiple of 16 up to 256, got 0"),
             (MatrixTile { height: u32::MAX - 15, ..STAGED }, "`height`: expected a multiple of 16 up to 256"),
             (MatrixTile { columns: 40, ..STAGED }, "`columns`: expected a multiple of 16 up to 512, got 40"),
-            (MatrixTile { sub_rows: 48, ..STAGED }, "`sub_rows`: expected a part of the 64 rows, got 48"),
-            (MatrixTile { sub_columns: 48, ..STAGED }, "`sub_columns`: expected a part of the 128 columns, got 48"),
+            (MatrixTile { sub_rows: 48, ..STAGED }, "`sub_rows`: expected a divisor of the 64 rows, got 48"),
+            (MatrixTile { sub_columns: 48, ..STAGED }, "`sub_columns`: expected a divisor of the 128 columns, got 48"),
             (
                 MatrixTile { sub_rows: 16, ..STAGED },
                 "`sub_rows`: expected at most 8 parts of 16 x 32 in a tile, got 16",
             ),
-            (MatrixTile { depth: 48, ..STAGED }, "`depth`: expected eights that divide 256 invocations, got 48"),
+            (
+                MatrixTile { depth: 48, ..STAGED },
+                "`depth`: expected a depth whose eighth divides 256 invocations, got 48",
+            ),
             (MatrixTile { ahead: 0, ..STAGED }, "`ahead`: expected 1 to 8, got 0"),
-            (MatrixTile { x_ahead: 3, ..STAGED }, "`x_ahead`: expected a part of 2, got 3"),
-            (MatrixTile { x_ahead: 0, ..DIRECT }, "`x_ahead`: expected a part of 4, got 0"),
+            (MatrixTile { x_ahead: 3, ..STAGED }, "`x_ahead`: expected a divisor of 2, got 3"),
+            (MatrixTile { x_ahead: 0, ..DIRECT }, "`x_ahead`: expected a divisor of 4, got 0"),
             (MatrixTile { ahead: 2, ..DIRECT }, "`ahead`: expected 1 in a direct cut, got 2"),
             (MatrixTile { height: 48, sub_rows: 48, ..DIRECT }, "`height`: expected a multiple of 32 in a direct cut"),
             (

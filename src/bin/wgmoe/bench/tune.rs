@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use clap::Args;
 use serde::Serialize;
+use wgmoe::ErrorKind;
 use wgmoe::gpu::Gpu;
 use wgmoe::plan::tuning::TuningTable;
 
@@ -34,10 +35,11 @@ Fields that decide nothing in a layer of this shape on this tier stay as they ar
 dense products are among them. `--write` writes the whole table, the present one but for what was searched;
 `--tuning` runs any command with it, and `--tuning FILE --write FILE` goes on from it.
 
-With `--cuts` it is how the experts' products on cooperative matrices are cut that is searched: heights and columns
-of tiles, steps, what one subgroup holds, and how far loads run ahead. From each present cut the search goes to the
-best of its neighbours as long as that is faster by more than 2 % on the batches that take it. Every cut computes
-the same layer as the present one before it is timed; those that differ, or that the driver refuses, are left out.
+With `--cuts` it is how the experts' products on cooperative matrices are cut that is searched: columns of tiles,
+steps, what one subgroup holds, and how far loads run ahead. From each present cut the search goes to the best of its
+neighbours as long as that is faster by more than 2 % on the batches that take it. Before a cut is timed, what the
+layer computes with it is compared with the present cut's output; cuts that differ, or that the driver refuses, are
+left out. Heights stay: they decide which batches take which cut.
 
 Examples:
   wgmoe bench tune
@@ -175,15 +177,24 @@ fn kinds(adapters: usize) -> Vec<usize> {
     if adapters > 0 { vec![0, adapters] } else { vec![0] }
 }
 
+/// A batch of that many tokens is more than the device has room for.
+fn is_limit(error: &anyhow::Error) -> bool {
+    let kind = error.downcast_ref::<wgmoe::Error>().map(wgmoe::Error::kind);
+    matches!(kind, Some(ErrorKind::Limit | ErrorKind::OutOfMemory))
+}
+
 /// The time of a batch on each of some devices that decide differently, in microseconds: they take turns.
 fn race(bench: &Bench<'_>, batch: &Batch, gpus: &[&Gpu]) -> anyhow::Result<Vec<f64>> {
     if let Some(gpu) = gpus.first() {
         bench.measure(gpu, batch, WARM_UP)?;
     }
     let mut times = vec![f64::INFINITY; gpus.len()];
-    for _ in 0..ROUNDS {
-        for (time, gpu) in times.iter_mut().zip(gpus) {
-            *time = time.min(bench.measure(gpu, batch, EFFORT)?.us);
+    for round in 0..ROUNDS {
+        // There and back: who was first is last.
+        let order: Vec<usize> =
+            if round % 2 == 0 { (0..gpus.len()).collect() } else { (0..gpus.len()).rev().collect() };
+        for i in order {
+            times[i] = times[i].min(bench.measure(gpus[i], batch, EFFORT)?.us);
         }
     }
     Ok(times)

@@ -9,7 +9,7 @@ use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::matrix::{Cuts, EDGE, MatrixTile};
 
 use crate::bench::measure::{Batch, Bench, Effort};
-use crate::bench::tune::{EFFORT, NOISE, kinds, listed, mean, race, spread};
+use crate::bench::tune::{EFFORT, NOISE, is_limit, kinds, listed, mean, race, spread};
 use crate::session::bar;
 use crate::table::table;
 
@@ -116,20 +116,21 @@ impl Place<'_> {
     /// Batches that take the present cut: of the number of tokens asked for, or a few.
     fn batches(&self, adapters: usize, tokens: &[usize]) -> anyhow::Result<Vec<Taken>> {
         let own = self.gpu(self.present()).context("the present cuts")?;
-        // Who takes this cut takes another one of the same height, too.
-        let same_height = |cut: &MatrixTile| cut.height == self.present().height;
-        let Some(other) = self.neighbours(&self.present()).into_iter().find(same_height) else { return Ok(Vec::new()) };
-        let other = self.gpu(other).context("a neighbour of the present cut")?;
         let powers: Vec<usize> = (0..=MOST_DOUBLINGS).map(|n| 1 << n).collect();
-        let mut all = Vec::new();
+        let (tokens_open, mut all) = (tokens.is_empty(), Vec::new());
+        let asked = if tokens_open { &powers } else { tokens };
         for adapters in kinds(adapters) {
             let mut taken = Vec::new();
-            for tokens in if tokens.is_empty() { &powers } else { tokens } {
-                if self.bench.ways(&own, *tokens, adapters)? != self.bench.ways(&other, *tokens, adapters)? {
-                    taken.push(*tokens);
+            for tokens in asked {
+                match self.bench.ways(&own, *tokens, adapters) {
+                    Ok(ways) if ways.iter().any(|label| takes(label, &self.present())) => taken.push(*tokens),
+                    Ok(_) => {}
+                    // More tokens need no less room.
+                    Err(error) if tokens_open && is_limit(&error) => break,
+                    Err(error) => return Err(error),
                 }
             }
-            let taken = if tokens.is_empty() { spread(&taken, BATCHES) } else { taken };
+            let taken = if tokens_open { spread(&taken, BATCHES) } else { taken };
             all.extend(taken.into_iter().map(|tokens| Taken { tokens, adapters }));
         }
         Ok(all)
@@ -155,8 +156,11 @@ impl Place<'_> {
                         left_out.push((*cut, format!("differs by {by:.1e} of the largest value")));
                         gpus.push(None);
                     }
+                    // Nothing is found on a device that is lost, nor beside a present cut that fails.
+                    Err(error) if *cut == cuts[0] => return Err(error),
                     // What a driver refuses, or has no room for.
                     Err(error) => {
+                        self.bench.gpu.check()?;
                         left_out.push((*cut, format!("{error:#}")));
                         gpus.push(None);
                     }
@@ -221,9 +225,10 @@ fn climb(
         let timed: Vec<(MatrixTile, f64)> =
             all.into_iter().zip(times).filter_map(|(cut, us)| Some((cut, us?))).collect();
         let own = timed.iter().find(|(cut, _)| *cut == best).map(|(_, us)| *us);
-        let own = own.context("the present cut computes something else than before")?;
+        let own = own.context("the best cut so far computes something else than before")?;
         let fastest = timed.iter().min_by(|a, b| a.1.total_cmp(&b.1)).copied();
-        tried.extend(timed);
+        let known: Vec<MatrixTile> = tried.iter().map(|(cut, _)| *cut).collect();
+        tried.extend(timed.into_iter().filter(|(cut, _)| !known.contains(cut)));
         match fastest {
             Some((cut, us)) if us < own * (1.0 - NOISE) => best = cut,
             _ => break,
@@ -242,7 +247,7 @@ fn climb(
     Ok(Climbed { best: present, us: [us_present; 2], tried })
 }
 
-/// Cuts that differ from `cut` in one thing, or in two that belong together; some of them cannot be.
+/// Cuts of the same height that differ from `cut` in one thing, or in two that belong together; some of them cannot be.
 fn neighbours(cut: &MatrixTile) -> Vec<MatrixTile> {
     let own = *cut;
     let mut all = Vec::new();
@@ -256,19 +261,6 @@ fn neighbours(cut: &MatrixTile) -> Vec<MatrixTile> {
         (1..=length / EDGE).map(|n| n * EDGE).filter(|n| length.is_multiple_of(*n)).collect()
     };
 
-    for height in
-        [own.height.saturating_sub(2 * EDGE), own.height.saturating_sub(EDGE), own.height + EDGE, own.height + 2 * EDGE]
-    {
-        all.push(MatrixTile { height, ..own });
-        // One subgroup does all rows.
-        if own.sub_rows == own.height {
-            all.push(MatrixTile { height, sub_rows: height, ..own });
-        }
-    }
-    // A row of subgroups less or more.
-    for height in [own.height.saturating_sub(own.sub_rows), own.height + own.sub_rows] {
-        all.push(MatrixTile { height, ..own });
-    }
     for columns in beside(&COLUMNS, own.columns) {
         all.push(MatrixTile { columns, ..own });
     }
@@ -276,7 +268,9 @@ fn neighbours(cut: &MatrixTile) -> Vec<MatrixTile> {
         all.push(MatrixTile { columns, sub_columns, ..own });
     }
     for depth in beside(&DEPTHS, own.depth) {
-        all.push(MatrixTile { depth, ..own });
+        // In a direct cut blocks are loaded ahead within a step.
+        let fits = |x_ahead: &u32| !own.direct || (depth / EDGE).is_multiple_of(*x_ahead);
+        all.extend((1..=own.x_ahead).rev().find(fits).map(|x_ahead| MatrixTile { depth, x_ahead, ..own }));
     }
     for ahead in [own.ahead.saturating_sub(1), own.ahead + 1] {
         let x_ahead = if own.x_ahead == own.ahead { ahead } else { 1 };
@@ -300,6 +294,12 @@ fn neighbours(cut: &MatrixTile) -> Vec<MatrixTile> {
         }
     }
     once
+}
+
+/// Whether the dispatch with this label is a product of the experts in this cut, whose height no other has.
+fn takes(label: &str, cut: &MatrixTile) -> bool {
+    let stem = if cut.direct { "expert_gemm_direct[" } else { "expert_gemm_matrix[" };
+    label.starts_with(stem) && label.contains(&format!(" tiles {} ", cut.height))
 }
 
 /// A cut for people.
@@ -344,6 +344,8 @@ impl Searched {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use wgmoe::dtype::DType;
+    use wgmoe::kernels::expert_gemm_variant::{Flags, Sizes, variant};
     use wgmoe::plan::tuning::TuningTable;
 
     fn table_cuts() -> Cuts {
@@ -358,7 +360,8 @@ mod tests {
             assert!(all.len() >= 4 && !all.contains(&cut), "{}: {}", words(&cut), all.len());
             assert!((1..all.len()).all(|i| !all[..i].contains(&all[i])), "{}: each once", words(&cut));
             assert!(all.iter().all(|other| other.direct == cut.direct), "the kind stays");
-            assert!(all.iter().any(|other| other.height == cut.height), "who takes a cut is found by another");
+            assert!(all.iter().all(|other| other.height == cut.height), "who takes a cut takes the other, too");
+            assert!(all.iter().any(|other| other.depth != cut.depth), "{}: steps", words(&cut));
             // There is a way back.
             let back = all.iter().filter(|other| neighbours(other).contains(&cut)).count();
             assert!(2 * back > all.len(), "{}: {back} of {}", words(&cut), all.len());
@@ -402,6 +405,22 @@ mod tests {
         let alone = |cuts: &[MatrixTile]| Ok((0..cuts.len()).map(|i| (i == 0).then_some(7.0)).collect());
         assert_eq!(climb(start, legal, alone).unwrap().us, [7.0; 2]);
         assert!(climb(start, legal, |cuts| Ok(vec![None; cuts.len()])).is_err());
+    }
+
+    #[test]
+    fn products_are_known_by_their_labels() {
+        let caps = wgmoe::plan::classes::classes().into_iter().find(|caps| caps.matrix && caps.edge == 16).unwrap();
+        let label = |rows: &'static str, cut: &MatrixTile| {
+            let (flags, sizes) = (Flags { lora: true, ..Flags::default() }, Sizes::default());
+            let (kernel, vars) = variant(&caps, DType::Bf16, rows, *cut, flags, &sizes);
+            wgmoe::kernels::linker::label(kernel, &vars)
+        };
+        let all = &caps.cuts.experts;
+        for (i, cut) in all.iter().enumerate() {
+            let taken: Vec<usize> = (0..all.len()).filter(|j| takes(&label("tiles", cut), &all[*j])).collect();
+            assert_eq!(taken, [i]);
+            assert!(!takes(&label("dense", cut), cut));
+        }
     }
 
     #[test]

@@ -1,13 +1,12 @@
 //! The thresholds between two ways to do the same work.
 
 use serde::Serialize;
-use wgmoe::ErrorKind;
 use wgmoe::gpu::Gpu;
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::tuning::{FIELDS, Field, Tuning};
 
 use crate::bench::measure::Bench;
-use crate::bench::tune::{NOISE, kinds, listed, mean, race, spread};
+use crate::bench::tune::{NOISE, is_limit, kinds, listed, mean, race, spread};
 use crate::session::bar;
 use crate::table::table;
 
@@ -147,12 +146,6 @@ impl Search<'_> {
         let us = ways.iter().map(|way| times[*way]).collect();
         Ok(Tried { tokens, adapters, values: values.iter().map(|(value, _)| *value).collect(), us, ways })
     }
-}
-
-/// A batch of that many tokens is more than the device has room for.
-fn is_limit(error: &anyhow::Error) -> bool {
-    let kind = error.downcast_ref::<wgmoe::Error>().map(wgmoe::Error::kind);
-    matches!(kind, Some(ErrorKind::Limit | ErrorKind::OutOfMemory))
 }
 
 /// Values around the present one in ascending order, itself among them, with the tunings that have them.
