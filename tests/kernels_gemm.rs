@@ -20,8 +20,8 @@ use wgmoe::kernels::expert_gemm_matrix::ExpertGemmMatrix;
 use wgmoe::kernels::operands::{Rows, Weights};
 use wgmoe::kernels::pack::{Form, pack};
 use wgmoe::plan::capabilities::Capabilities;
-use wgmoe::plan::matrix::{self, DEPTH_PARTS, MatrixTile};
-use wgmoe::plan::tuning::Tuning;
+use wgmoe::plan::matrix::{self, Cuts, DEPTH_PARTS, EDGES, MatrixTile};
+use wgmoe::plan::tuning::{Tuning, TuningTable};
 use wgmoe::reference;
 use wgmoe::shape::align_capacity;
 
@@ -413,20 +413,29 @@ fn any_shape_equals_the_oracle() {
     });
 }
 
+/// Other cuts of the same heights.
+fn other_cuts(own: &Cuts) -> Cuts {
+    let mut cuts = own.clone();
+    for cut in cuts.experts.iter_mut().chain(&mut cuts.dense) {
+        *cut = match cut.height {
+            16 => MatrixTile { columns: 32, depth: 32, ahead: 3, x_ahead: 1, sub_columns: 32, kept: false, ..*cut },
+            32 => MatrixTile { columns: 96, depth: 48, ahead: 1, x_ahead: 1, sub_rows: 32, sub_columns: 16, ..*cut },
+            _ if cut.direct => MatrixTile { columns: 64, depth: 32, x_ahead: 1, sub_columns: 64, ..*cut },
+            _ => MatrixTile { ahead: 1, x_ahead: 1, rests: !cut.rests, ..*cut },
+        };
+    }
+    cuts
+}
+
 #[test]
 fn cuts_of_another_table_equal_the_oracle() {
+    // Also where no device has matrices.
+    for (edge, _) in EDGES {
+        assert_eq!(other_cuts(TuningTable::built_in().unwrap().cuts.of(edge)).check(edge), Ok(()), "{edge}");
+    }
     for own in matrix_devices() {
         let caps = own.capabilities();
-        let mut cuts = (*caps.cuts).clone();
-        for cut in cuts.experts.iter_mut().chain(&mut cuts.dense) {
-            *cut = match cut.height {
-                16 => MatrixTile { columns: 32, depth: 32, ahead: 3, x_ahead: 1, sub_columns: 32, kept: false, ..*cut },
-                32 => MatrixTile { depth: 48, sub_rows: 32, sub_columns: 16, ahead: 1, x_ahead: 1, ..*cut },
-                _ if cut.direct => MatrixTile { columns: 64, depth: 32, x_ahead: 1, sub_columns: 64, ..*cut },
-                _ => MatrixTile { ahead: 1, x_ahead: 1, rests: !cut.rests, ..*cut },
-            };
-        }
-        assert_eq!(cuts.check(caps.edge), Ok(()));
+        let cuts = other_cuts(&caps.cuts);
         let gpu = own.with_capabilities(Capabilities { cuts: Arc::new(cuts), ..caps.clone() });
         let mut cases = Vec::new();
         for select in device::matrix_heights().into_iter().map(Select::Tiles).chain([Select::Dense]) {

@@ -7,8 +7,7 @@ use crate::kernels::align::{Align, Aligned};
 use crate::kernels::combine::CombineTiles;
 use crate::kernels::expert_gemm_matrix::ExpertGemmMatrix;
 use crate::kernels::lora::LoraSite;
-use crate::kernels::lora_matrix::Folded;
-use crate::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
+use crate::kernels::lora_matrix::{self, Folded, LoraExpandTiles, LoraShrinkMatrix};
 use crate::kernels::operands::{Rows, Weights};
 use crate::kernels::pack::{Blocks, Form, Packed, pack};
 use crate::kernels::runs::{AlignRuns, Runs};
@@ -54,12 +53,12 @@ impl MoeLayer {
         }
         // Rows of products, and of x packed or as blocks.
         let fits = |tile: usize| {
-            let blocks = MatrixTile::direct_of(caps, tile).map(|cut| move |width| cut.blocks(width) * EDGE as usize);
-            let x_values = |w: &Weights| blocks.map_or(w.in_dim, |of| of(w.in_dim));
+            let direct = MatrixTile::direct_of(caps, tile);
+            let x_values = |w: &Weights| direct.map_or(w.in_dim, |cut| cut.blocks(w.in_dim) * EDGE as usize);
             let row_bytes = |w: &Weights| (stride(w) * 4).max(x_values(w) * 2 + 8) as u64;
             let most = row_bytes(&self.gate_up).max(row_bytes(&self.down));
             // Blocks are loaded ahead past the end.
-            let ahead = MatrixTile::direct_of(caps, tile).map_or(0, |cut| cut.x_ahead * EDGE * EDGE * 2);
+            let ahead = direct.map_or(0, |cut| cut.x_ahead * EDGE * EDGE * 2);
             align_capacity(pairs, self.experts, tile) as u64 * most + u64::from(ahead) <= caps.max_binding_bytes
         };
         let mut tile = matrix::tile(caps, pairs, self.experts)?;

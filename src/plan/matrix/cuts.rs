@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{EDGE, MatrixTile};
+use super::{EDGE, EDGES, MatrixTile};
 use crate::plan::capabilities::Capabilities;
 
 /// The cuts of products on matrices, in ascending order of their heights and a direct one last.
@@ -46,12 +46,13 @@ impl Cuts {
                 return Err(format!("`{name}`: expected cuts of ascending `height` and a `direct` one last"));
             }
         }
-        let same =
-            self.experts.iter().rev().skip(1).find(|cut| Some(cut.height) == self.experts.last().map(|d| d.height));
-        match same {
-            Some(cut) => Err(format!("`experts`: expected no two cuts of one `height`, got {}", cut.height)),
-            None => Ok(()),
+        // Staged cuts ascend, so only the direct one can have the height of another.
+        if let Some((direct, staged)) = self.experts.split_last()
+            && staged.iter().any(|cut| cut.height == direct.height)
+        {
+            return Err(format!("`experts`: expected no two cuts of one `height`, got {}", direct.height));
         }
+        Ok(())
     }
 }
 
@@ -72,8 +73,8 @@ impl CutTable {
     /// # Errors
     /// The same, with the edge.
     pub fn check(&self) -> Result<(), String> {
-        for (edge, cuts) in [(EDGE, &self.of_16), (8, &self.of_8)] {
-            cuts.check(edge).map_err(|e| format!("`{edge}`: {e}"))?;
+        for (edge, _) in EDGES {
+            self.of(edge).check(edge).map_err(|e| format!("`{edge}`: {e}"))?;
         }
         Ok(())
     }
