@@ -54,11 +54,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     for (var bucket = first; bucket < last; bucket = bucket + 1u) {
         var before = 0u;
         var total = 0u;
-        for (var c = 0u; c < params.chunks; c = c + 1u) {
-            let count = work[c * width + bucket];
-            before = before + select(0u, count, c < chunk);
-            total = total + count;
-        }
+        {% include "shared/chunk_counts.wgsl" %}
         work[places + bucket] = before;
         work[ends + bucket] = total;
         mine = joined(mine, one_bucket(bucket, total));
