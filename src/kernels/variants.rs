@@ -149,7 +149,7 @@ fn routes(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
         for (groups, group_score) in [(1, GroupScore::Max), (4, GroupScore::Max), (4, GroupScore::TopTwo)] {
             for biased in [false, true] {
                 let options = RouteOptions { score, groups, group_score, ..RouteOptions::default() };
-                let parts = [1, DEPTH_PARTS].into_iter();
+                let parts = [1, DEPTH_PARTS / 2, DEPTH_PARTS].into_iter();
                 for (experts, parts) in parts.flat_map(|parts| EXPERTS.map(|experts| (experts, parts))) {
                     let variant = (&route::ROUTE, route::vars(caps, &options, biased, experts, parts));
                     if !all.contains(&variant) {

@@ -94,7 +94,11 @@ impl Dense<'_> {
         let Weights { out_dim, in_dim, .. } = *weights;
         let few = !exact && Cut::of(caps, tokens, out_dim, in_dim).is_some();
         let possible = !few && dense_on_matrices(caps, tokens, weights, exact).is_some();
-        if possible && (exact || matrix::parts(caps, tokens, out_dim, in_dim)) { DEPTH_PARTS } else { 1 }
+        match possible {
+            true if exact => matrix::exact_parts(caps, tokens, out_dim),
+            true if matrix::parts(caps, tokens, out_dim, in_dim) => DEPTH_PARTS,
+            _ => 1,
+        }
     }
 
     /// In which forms such a product reads x.

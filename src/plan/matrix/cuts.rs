@@ -133,6 +133,14 @@ pub fn parted(caps: &Capabilities, rows: usize, columns: usize) -> Option<Matrix
     })
 }
 
+/// Parts of a product that must be as exact as f32 arithmetic: fewer where half of them make enough workgroups, which then start and end
+/// half as often.
+pub fn exact_parts(caps: &Capabilities, rows: usize, columns: usize) -> usize {
+    let few = DEPTH_PARTS / 2;
+    let enough = |cut: MatrixTile| cut.workgroups(rows, columns) * few >= caps.tuning.matrix_workgroups;
+    if parted(caps, rows, columns).is_some_and(enough) { few } else { DEPTH_PARTS }
+}
+
 /// Whether a dense product should come in such parts: where no tile reads the weights once and makes enough workgroups, and the depth
 /// has a few steps for each part.
 pub fn parts(caps: &Capabilities, rows: usize, columns: usize, depth: usize) -> bool {
@@ -210,6 +218,8 @@ mod tests {
         let own = device();
         // Too few workgroups; enough, but of tiles that read the weights four times; enough of one that reads them once.
         assert_eq!([(16, 2048), (64, 2048), (64, 16_384)].map(|(r, n)| parts(&own, r, n, 4096)), [true, true, false]);
+        // From 32 tiles of 128 rows on half as many parts make enough workgroups.
+        assert_eq!([384, 2048, 3968, 4096].map(|rows| exact_parts(&own, rows, 128)), [8, 8, 8, 4]);
         assert_eq!([8, 9, 256, 257].map(|rows| parts(&own, rows, 2048, 4096)), [false, true, true, false]);
         assert_eq!([1023, 1024].map(|depth| parts(&own, 64, 2048, depth)), [false, true]);
         let height = |rows| parted(&own, rows, 2048).map(|t| t.height);
