@@ -5,8 +5,15 @@
 // `activation_pack`) that go from memory straight into matrices, {{ x_ahead * 16 }} of the inner dimension ahead. Only W passes through workgroup memory, as f16: so little
 // of that is taken that two workgroups fit a multiprocessor, of which one multiplies while the other one waits (`docs/EXPERIMENTS.md`, "What a multiprocessor holds").
 // Sums are f32.
-{% if rows == "tiles" %}
+{% if gated %}
+// The activation is part of it: a tile has half as many columns of gate and as many of up, and leaves h = act(gate) * up as the blocks
+// that the next direct product loads. By a bound on what gate and up can be, the power of two of a row of h is known beforehand
+// (`shared/gated_shift.wgsl`).
+{% elif rows == "tiles" %}
 // y lies in the order of the tiles, padding included, and keeps the powers of two of x and of W.
+{% if halves %}
+// It is f16, for who reads it only adds it up, times a power of two that follows from a bound.
+{% endif %}
 {% endif %}
 enable f16;
 enable wgpu_cooperative_matrix;
@@ -22,10 +29,15 @@ diagnostic(off, derivative_uniformity);
 {% if lora %}
 @group(0) @binding(4) var<storage, read> u: array<{{ m.quad("f16") }}>; // [rows / 16, projections, room, 16, 16] from `fold_blocks`
 @group(0) @binding(5) var<storage, read> pool: array<vec4<u32>>;
-@group(0) @binding(6) var<storage, read> index: array<Factor>; // [slots, experts, projections] from index_base
-@group(0) @binding(7) var<storage, read> token_lora_mapping: array<i32>; // [T]
+@group(0) @binding(6) var<storage, read> factors: array<Factor>; // [tiles, {{ height // width }} + slots * projections]: of groups of rows, then of slots; from `fold_blocks`
 {% endif %}
-@group(0) @binding({{ 8 if lora else 4 }}) var<storage, read_write> y: array<f32>; // [C, y_stride] in tiles, [rows, y_stride] when dense
+{% set first = 7 if lora else 4 %}
+{% if gated %}
+@group(0) @binding({{ first }}) var<storage, read_write> h_blocks: array<vec4<u32>>; // f16 [C / 16, F / 16, 16, 16]
+@group(0) @binding({{ first + 1 }}) var<storage, read_write> h_rows: array<vec2<u32>>; // f16 [P, F], exponents [P]
+{% else %}
+@group(0) @binding({{ first }}) var<storage, read_write> y: array<{{ "vec4<u32>" if halves else "f32" }}>; // [C, y_stride] in tiles, [rows, y_stride] when dense
+{% endif %}
 
 {% include "shared/matrices.wgsl" %}
 
@@ -44,10 +56,11 @@ var<workgroup> w_tile: array<{{ m.quad("f16") }}, {{ columns * row }}>;
 {% if lora %}
 // What B is multiplied by, and u divided by: so that neither leaves the range of f16.
 const LIFT = {{ 2 ** lift }}.0;
-// Bits of the slots that the rows of each subgroup's loads have.
-var<workgroup> slot_bits: array<vec4<u32>, {{ subgroups }}>;
 {% endif %}
-{% if rows == "dense" %}
+{% if gated or halves %}
+// A block of sums of each subgroup.
+var<workgroup> strip: array<{{ m.quad("f32") }}, {{ subgroups * 64 }}>;
+{% elif rows == "dense" %}
 var<workgroup> y_tile: array<f32, {{ subgroups * 256 }}>;
 {% endif %}
 
@@ -56,7 +69,10 @@ var<workgroup> y_tile: array<f32, {{ subgroups * 256 }}>;
 {% if lora %}
 {% include "shared/eight.wgsl" %}
 {% include "shared/factors.wgsl" %}
-{% include "shared/slots.wgsl" %}
+{% endif %}
+{% if gated %}
+{% include "shared/gate.wgsl" %}
+{% include "shared/gated_shift.wgsl" %}
 {% endif %}
 {% include "shared/matrix_weights.wgsl" %}
 
@@ -64,7 +80,7 @@ var<workgroup> y_tile: array<f32, {{ subgroups * 256 }}>;
 fn main(
     @builtin(workgroup_id) workgroup: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,
-    {% if rows == "dense" %}
+    {% if rows == "dense" or gated or halves %}
     @builtin(subgroup_invocation_id) subgroup_lane: u32,
     {% endif %}
     @builtin(subgroup_id) subgroup: u32,
@@ -102,20 +118,6 @@ fn main(
     }
     {% endmacro %}
     {{ load_w("0u") }}
-    {% if lora %}
-    {% set scans = (height + lanes - 1) // lanes %}
-    {% for i in range(scans) %}
-    let scan{{ i }} = lane + {{ i * lanes }}u;
-    let counts{{ i }} = scan{{ i }} < {{ height }}u;
-    {% if rows == "tiles" %}
-    let pair{{ i }} = u32(ids[params.sorted_base + first_row + min(scan{{ i }}, {{ height - 1 }}u)]);
-    {% else %}
-    let pair{{ i }} = first_row + scan{{ i }};
-    {% endif %}
-    {% endfor %}
-    {% set keeps_rows = false %}
-    {% include "shared/fold_scan.wgsl" %}
-    {% endif %}
     // Here x_groups counts blocks.
     let steps = {{ size.x_groups }} / {{ steps }}u;
 
@@ -177,16 +179,13 @@ fn main(
         }
 
         {% if lora %}
-        {% set u_tile = "" %}
-        {% set b_tile = "w_tile" %}
-        {% set rests = false %}
-        {% include "shared/fold.wgsl" %}
+        {% include "shared/fold_direct.wgsl" %}
         {% endif %}
 
         {% if rows == "tiles" %}
         // Where no row is a pair's, nothing is written.
         if ({{ real("row_begin") }}) {
-            {% include "shared/store_tiles.wgsl" %}
+            {% include "shared/store_gated.wgsl" if gated else ("shared/store_halves.wgsl" if halves else "shared/store_tiles.wgsl") %}
         }
         {% else %}
         {% set strip = 16 %}

@@ -275,8 +275,6 @@ fn main(
     {% endif %}
 
     {% if lora %}
-    {% set u_tile = "x_tile" %}
-    {% set b_tile = "w_tile" %}
     {% if parted %}
     // To one of the parts.
     if (depth_part == 0u) {

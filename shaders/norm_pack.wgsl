@@ -73,8 +73,11 @@ struct NormPackParams {
     {% endif %}
     let shift = shift_of(reduce_max_u32(most, lane));
     let to_halves = power_of_two(shift);
+    var packed_squares = 0.0;
     {% macro store(i, y) %}
-        store_packed(row, {{ i }}, {{ y }} * to_halves);
+        let half_values = {{ y }} * to_halves;
+        packed_squares = packed_squares + dot(half_values, half_values);
+        store_packed(row, {{ i }}, half_values);
         {% if plain %}
         out[row * params.quads + {{ i }}] = {{ y }};
         {% endif %}
@@ -91,5 +94,5 @@ struct NormPackParams {
         {{ store("i", "y") }}
     }
     {% endif %}
-    end_packed(row, shift, lane);
+    end_packed(row, shift, reduce_sum(packed_squares, lane), lane);
 }

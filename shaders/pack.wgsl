@@ -46,8 +46,11 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     }
     let shift = shift_of(reduce_max_u32(most, lane));
     let scale = power_of_two(shift);
+    var squares = 0.0;
     for (var q = lane; q < params.quads; q = q + {{ lanes }}u) {
-        store_packed(row, q, x[begin + q] * scale);
+        let v = x[begin + q] * scale;
+        squares = squares + dot(v, v);
+        store_packed(row, q, v);
     }
-    end_packed(row, shift, lane);
+    end_packed(row, shift, reduce_sum(squares, lane), lane);
 }

@@ -1,6 +1,7 @@
 // Rows of packed x in the order of the tiles, cut into blocks of 16 rows and 16 values that lie together: as cooperative matrices
 // load them straight from memory (`expert_gemm_direct`). Behind the end of a row stand zeros up to a whole step of the product,
-// and rows of padding are zeros where a block has any other. One workgroup a block of rows.
+// and rows of padding are zeros where a block has any other. Behind all blocks stands for each row what stands behind those of x. One
+// workgroup a block of rows.
 
 struct TileRowsParams {
     // P.
@@ -13,8 +14,9 @@ struct TileRowsParams {
     sorted_base: u32,
     // Groups from a row of x to the next: more may lie between.
     x_stride: u32,
-    pad0: u32,
-    pad1: u32,
+    // Where exponents begin in x, and behind the blocks, in words of eight bytes.
+    exponents: u32,
+    block_exponents: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: TileRowsParams;
@@ -23,6 +25,14 @@ struct TileRowsParams {
 @group(0) @binding(3) var<storage, read_write> tiles: array<vec4<u32>>; // f16 [C / 16, K / 16, 16, 16], K padded
 
 {% include "shared/rows.wgsl" %}
+
+// The word behind the rows of x that belongs to the row of sorted place `place`.
+fn word_of(place: u32) -> vec2<u32> {
+    let pair = u32(ids[params.sorted_base + place]);
+    let at = params.exponents + select(0u, pair, pair < params.rows) / params.row_div;
+    let words = x[at / 2u];
+    return select(words.xy, words.zw, at % 2u == 1u);
+}
 
 @compute @workgroup_size(128)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
@@ -44,5 +54,9 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     for (var at = group; at < params.blocks * 2u; at = at + 8u) {
         let value = x[source + min(at, params.groups - 1u)];
         tiles[to + at / 2u * 32u] = select(vec4<u32>(), value, real && at < params.groups);
+    }
+    if (lane < 8u) {
+        let first = rows_begin + lane * 2u;
+        tiles[(params.block_exponents + first) / 2u] = vec4<u32>(word_of(first), word_of(first + 1u));
     }
 }

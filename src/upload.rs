@@ -18,7 +18,7 @@ use crate::gpu::Gpu;
 use crate::kernels::operands::Weights;
 use crate::kernels::random::Random;
 use crate::kernels::{Recording, View};
-use crate::plan::matrix::{Exponent, Measured};
+use crate::plan::matrix::{Magnitude, Measured};
 use crate::plan::pieces::cut;
 
 /// Collects what to write where; [`run`](Self::run) reads and writes it all.
@@ -77,13 +77,13 @@ impl<'a> Uploader<'a> {
             self.made_up_bytes += n_bytes;
             pieces.push((piece, view));
         }
-        let exponent = random.weight_exponent();
-        Ok(Weights { dtype, count, out_dim, in_dim, pieces, exponent })
+        let magnitude = random.magnitude(in_dim);
+        Ok(Weights { dtype, count, out_dim, in_dim, pieces, magnitude })
     }
 
     /// A stack of `count` matrices `[out, in]`; `parts(m)` gives the row blocks of matrix m, top to bottom. Blocks with
     /// fewer columns than `in` are filled up with zeros. For the matrix tier the weights are measured while they are read:
-    /// their exponent is known when [`run`](Self::run) has returned.
+    /// their magnitude is known when [`run`](Self::run) has returned.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] when `in` is no multiple of 8 or the parts differ in type, [`ErrorKind::Tensor`] when the
@@ -118,11 +118,11 @@ impl<'a> Uploader<'a> {
         }
         let row_bytes = in_dim * dtype.size();
         let limit = self.gpu.capabilities().max_binding_bytes;
-        let (measured, exponent) = if self.gpu.capabilities().matrix {
-            let (measured, exponent) = Measured::new(dtype, count);
-            (measured.map(Arc::new), exponent)
+        let (measured, magnitude) = if self.gpu.capabilities().matrix {
+            let (measured, magnitude) = Measured::new(dtype, count, in_dim);
+            (measured.map(Arc::new), magnitude)
         } else {
-            (None, Exponent::known(None))
+            (None, Magnitude::known(None, None))
         };
         self.measured.extend(measured.clone());
         let mut pieces = Vec::new();
@@ -138,7 +138,7 @@ impl<'a> Uploader<'a> {
             rows.flush(&mut |chunk| self.push(chunk));
             pieces.push((piece, view));
         }
-        Ok(Weights { dtype, count, out_dim, in_dim, pieces, exponent })
+        Ok(Weights { dtype, count, out_dim, in_dim, pieces, magnitude })
     }
 
     /// Vectors (norm weights), one after the other, decoded to f32 on the way.
@@ -249,7 +249,7 @@ struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    /// Appends the rows `wanted` of a matrix made of `blocks`; `measured`: where its largest magnitude is wanted.
+    /// Appends the rows `wanted` of a matrix made of `blocks`; `measured`: where its magnitude is wanted.
     fn append(
         &mut self,
         blocks: &[Block<'a>],

@@ -225,6 +225,8 @@ fn check_many(gpu: &Gpu, Many { case, apart, folded }: &Many) -> Result<(), Stri
             used: (0..slots.len()).collect(),
             max_rank,
             folds: slots.iter().all(|(.., biased)| !biased),
+            reach: 0.0,
+            everyone: false,
             aligned: None,
             matrix_runs: None,
         };

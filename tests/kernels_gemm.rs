@@ -16,11 +16,11 @@ use wgmoe::dtype::DType;
 use wgmoe::kernels::View;
 use wgmoe::kernels::align::Align;
 use wgmoe::kernels::expert_gemm::ExpertGemm;
-use wgmoe::kernels::expert_gemm_matrix::ExpertGemmMatrix;
+use wgmoe::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Leaves};
 use wgmoe::kernels::operands::{Rows, Weights};
 use wgmoe::kernels::pack::{Form, pack};
 use wgmoe::plan::capabilities::Capabilities;
-use wgmoe::plan::matrix::{self, Cuts, DEPTH_PARTS, EDGES, MatrixTile};
+use wgmoe::plan::matrix::{self, Cuts, DEPTH_PARTS, EDGES, MatrixTile, reach_exponent};
 use wgmoe::plan::tuning::{Tuning, TuningTable};
 use wgmoe::reference;
 use wgmoe::shape::align_capacity;
@@ -126,6 +126,12 @@ fn check_tiles(gpu: &Gpu, case: &Case, tile: usize) -> Result<(), String> {
     let (w, decoded) = weights(gpu, case.dtype, [experts, out, inner], &values, limit);
     let y_stride = out.next_multiple_of(16);
     let y = Output::new(gpu, align_capacity(pairs, experts, tile) * y_stride, UNWRITTEN_F32);
+    // A direct cut leaves f16 as well, by a power of two that follows from a bound.
+    let y_halves = Output::<u32>::new(gpu, align_capacity(pairs, experts, tile) * y_stride / 2, u32::MAX);
+    let reach = w.magnitude.norm().and_then(|norm| reach_exponent(norm, 0.0));
+    let half_exponent = reach
+        .filter(|_| MatrixTile::direct_of(gpu.capabilities(), tile).is_some())
+        .map(|reach| matrix::halves_exponent(reach + w.magnitude.exponent().unwrap(), inner));
     let (x_view, ids_view) = (upload(gpu, &x), upload(gpu, &ids));
     let (aligned, packed) = run(gpu, |rec, pass| {
         let columns: Vec<u32> = w.columns(gpu.capabilities(), tile).collect();
@@ -135,9 +141,14 @@ fn check_tiles(gpu: &Gpu, case: &Case, tile: usize) -> Result<(), String> {
         let form = if case.exact { Form::TWICE } else { Form::ROWS };
         let packed = pack(rec, pass, ["packed"; 2], &x_view, [pairs.div_ceil(row_div), inner], &form)?;
         let (rows, select, x, weights, y, accumulate) = (pairs, Rows::Tiles(&aligned), &packed, &w, &y.view, false);
-        let adapters = None;
-        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts: 1, adapters }
-            .record(rec, pass)?;
+        let (adapters, parts, leaves) = (None, 1, Leaves::Sums);
+        let sums =
+            ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts, adapters, leaves };
+        sums.record(rec, pass)?;
+        if let Some(exponent) = half_exponent {
+            let (y, leaves) = (&y_halves.view, Leaves::Halves(exponent));
+            ExpertGemmMatrix { y, leaves, ..sums }.record(rec, pass)?;
+        }
         Ok((aligned, packed))
     });
     let got = y.read(gpu);
@@ -156,12 +167,28 @@ fn check_tiles(gpu: &Gpu, case: &Case, tile: usize) -> Result<(), String> {
             }
             continue;
         }
-        let unscale = |v: f32| f64::from(v) * 2f64.powi(-exponent(p) as i32 - w.exponent.get().unwrap());
+        let unscale = |v: f32| f64::from(v) * 2f64.powi(-exponent(p) as i32 - w.magnitude.exponent().unwrap());
         ours.extend(row.iter().map(|v| unscale(*v) as f32));
         theirs.extend(&expected[p * out..(p + 1) * out]);
     }
     let off = rel_err(&ours, &theirs);
-    if off > tolerance(gpu) { Err(format!("off by {off}")) } else { Ok(()) }
+    if off > tolerance(gpu) {
+        return Err(format!("off by {off}"));
+    }
+    let Some(exponent) = half_exponent else { return Ok(()) };
+    let of_halves = DType::F16.decode(bytemuck::cast_slice(&y_halves.read(gpu)));
+    let scale = 2f32.powi(exponent);
+    for p in (0..pairs).filter(|p| held(*p)) {
+        let place = words[aligned.places_base as usize + p] as usize;
+        for at in place * y_stride..place * y_stride + out {
+            // As f16 rounds, or as it leaves what is among its smallest numbers.
+            let off = (of_halves[at] - got[at] * scale).abs();
+            if off.is_nan() || off > (got[at] * scale).abs() * 2f32.powi(-11) + 2f32.powi(-25) {
+                return Err(format!("pair {p}: {} as f16, expected {}", of_halves[at], got[at] * scale));
+            }
+        }
+    }
+    Ok(())
 }
 
 fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
@@ -232,7 +259,7 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
         return Err(format!("off by {off}"));
     }
     let caps = gpu.capabilities();
-    let parted = caps.matrix && w.exponent.get().is_some() && case.select == Select::Dense && pairs > 8;
+    let parted = caps.matrix && w.magnitude.exponent().is_some() && case.select == Select::Dense && pairs > 8;
     if parted && row_div == 1 && !case.accumulate && (!case.exact || matrix::exact(caps, pairs)) {
         let form = if case.exact { Form::TWICE } else { Form::ROWS };
         let off = rel_err(&sum_of_parts(gpu, &x_view, &w, [pairs, out, inner], &form), &theirs);
@@ -250,8 +277,20 @@ fn sum_of_parts(gpu: &Gpu, x: &View, weights: &Weights, [rows, out, inner]: [usi
         let x = &pack(rec, pass, ["packed"; 2], x, [rows, inner], form)?;
         let (select, y, row_div, accumulate, adapters) = (Rows::Dense, &parts.view, 1, false, None);
         let (y_stride, parts) = (out, DEPTH_PARTS);
-        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts, adapters }
-            .record(rec, pass)
+        ExpertGemmMatrix {
+            rows,
+            row_div,
+            select,
+            x,
+            weights,
+            y,
+            y_stride,
+            accumulate,
+            parts,
+            adapters,
+            leaves: Leaves::Sums,
+        }
+        .record(rec, pass)
     });
     let parts = parts.read(gpu);
     let of = |at: usize| parts[at..].iter().step_by(rows * out).sum();

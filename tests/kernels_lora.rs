@@ -14,16 +14,17 @@ use held::{Held, place};
 use wgmoe::Gpu;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::align::Align;
-use wgmoe::kernels::expert_gemm_matrix::ExpertGemmMatrix;
+use wgmoe::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Leaves};
 use wgmoe::kernels::lora::{Factors, Lora, LoraSite, column_tiles};
 use wgmoe::kernels::lora_gather::LoraGather;
 use wgmoe::kernels::lora_matrix::Folded;
-use wgmoe::kernels::lora_matrix::{self, LoraExpandTiles, LoraShrinkMatrix};
+use wgmoe::kernels::lora_matrix::{self, InBlocks, LoraExpandTiles, LoraShrinkMatrix};
 use wgmoe::kernels::operands::Rows;
 use wgmoe::kernels::pack::{Form, pack};
 use wgmoe::kernels::pair_shrink::PairShrink;
 use wgmoe::kernels::runs::AlignRuns;
-use wgmoe::plan::matrix::{self, DEPTH_PARTS, FOLDED_SLOTS, factor_exponent, largest_magnitude};
+use wgmoe::kernels::tile_rows::TileRows;
+use wgmoe::plan::matrix::{self, DEPTH_PARTS, FOLDED_SLOTS, MatrixTile, factor_exponent, largest_magnitude};
 use wgmoe::plan::tuning::Tuning;
 use wgmoe::reference;
 use wgmoe::router::NoAdapter;
@@ -441,6 +442,7 @@ fn check_matrix(gpu: &Gpu, case: &Case) -> Result<(), String> {
             site: &site,
             factors: &factors,
             x: &packed,
+            blocks: None,
             folded: false,
         }
         .record(rec, pass)?;
@@ -587,7 +589,14 @@ fn check_folded(
             gpu.queue().write_buffer(&words.buffer, 0, bytemuck::cast_slice(&vec![0x7fff_7fffu32; 1 << 20]));
         }
         let form = Form { twice: case.twice && tile.is_some(), cut: direct, ..Form::ROWS };
-        let packed = pack(rec, pass, labels, &x_view, [case.tokens, inner], &form)?;
+        let mut packed = pack(rec, pass, labels, &x_view, [case.tokens, inner], &form)?;
+        // In the tiles of a direct cut the shrink of long runs reads the blocks of the product.
+        if let (Some(aligned), Some(tile)) = (&aligned, *tile)
+            && let Some(cut) = MatrixTile::direct_of(gpu.capabilities(), tile)
+        {
+            packed.blocks = Some(TileRows { rows: pairs, row_div, aligned, cut, x: &packed }.record(rec, pass)?);
+        }
+        let packed = packed;
         let u = match &runs {
             None => {
                 let (ids, status) = (tile.map(|_| &ids_view), &status);
@@ -612,7 +621,9 @@ fn check_folded(
             }
             Some(runs) => {
                 let (rows, site, factors, x) = (pairs, &site, &factors, &packed);
-                LoraShrinkMatrix { rows, row_div, runs, max_rank, w_scale: 1.0, site, factors, x, folded: true }
+                let (w_scale, folded) = (1.0, true);
+                let blocks = packed.blocks.as_ref().filter(|_| tile.is_some()).map(|blocks| (blocks, InBlocks::Read));
+                LoraShrinkMatrix { rows, row_div, runs, max_rank, w_scale, site, factors, x, blocks, folded }
                     .record(rec, pass)?
             }
         };
@@ -631,13 +642,26 @@ fn check_folded(
             accumulate: tile.is_none(),
             parts: 1,
             adapters: Some(&folded),
+            leaves: Leaves::Sums,
         }
         .record(rec, pass)?;
         if tile.is_none() && packed.by_row && pairs > 8 {
             let (rows, x, weights, y, accumulate, parts) = (pairs, &packed, &w, &in_parts.view, false, DEPTH_PARTS);
             let adapters = Some(&folded);
-            ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts, adapters }
-                .record(rec, pass)?;
+            ExpertGemmMatrix {
+                rows,
+                row_div,
+                select,
+                x,
+                weights,
+                y,
+                y_stride,
+                accumulate,
+                parts,
+                adapters,
+                leaves: Leaves::Sums,
+            }
+            .record(rec, pass)?;
         }
         Ok((aligned, packed))
     });

@@ -210,11 +210,14 @@ fn a_wide_layer_with_adapters_inside_its_products_equals_the_oracle() {
     let held: Vec<Option<&Adapter>> = adapters.iter().map(Some).collect();
     // Slots, and whether the products of gate and up and of down add what is in them: both; the first, whose rows are
     // long enough for three times 32 ranks; none, since there is a bias.
-    let mixes: [(&[i32], [bool; 2]); 6] = [
+    let mixes: [(&[i32], [bool; 2]); 8] = [
         (&[0, -1, 1], [true, true]),
         (&[1, -1, 4, 0], [true, true]),
         (&[2, -1], [true, true]),
         (&[0], [true, true]),
+        // Every token has one: so many that the shrink leaves x for the product, also where the up half has no factor.
+        (&[0, 1], [true, true]),
+        (&[2], [true, true]),
         (&[0, 1, -1, 2], [true, false]),
         (&[0, 3, -1], [false, false]),
     ];

@@ -276,9 +276,9 @@ fn weights_are_measured_for_the_matrix_tier_wherever_they_are_cut() {
             Ok(vec![block(cols, upper)?, block(narrow, lower)?])
         };
         let weights = uploader.stack("measured", 3, [rows, cols], &blocks).unwrap();
-        assert_eq!(weights.exponent.get(), None, "nothing has been read");
+        assert_eq!(weights.magnitude.exponent(), None, "nothing has been read");
         uploader.run_into(&StreamOptions::default(), &mut |_, _| {}, &mut |_, _, _| Ok(())).unwrap();
-        weights.exponent.get()
+        weights.magnitude.exponent()
     };
     // The last value of each half of each matrix.
     let ends = (0..3).flat_map(|m| [rows / 2 * cols, rows / 2 * (cols + narrow)].map(|end| m * rows * cols + end - 1));

@@ -1,7 +1,7 @@
 // Adds the adapters to the sums of a tile: behind W[e] stand the B of every adapter that a row of the tile has, times LIFT, and
 // behind a row of x the u of its own, over LIFT, and zeros for the others; {{ depth }} ranks at a time. It stands in `main` of a
-// product, behind its loop: B passes through `{{ b_tile }}`, rows of ROW in workgroup memory, and u through `{{ u_tile }}`
-// or, from `fold_blocks`, straight into matrices.
+// product, behind its loop, whose operands passed through `w_tile` and `x_tile`: B and u do so, too. `fold_direct` is that of direct
+// products.
 {# Groups of eight in a step, and rows that all invocations together load at a time. #}
 {% set u_loads = (height + at_once - 1) // at_once %}
 {% set b_loads = (columns + at_once - 1) // at_once %}
@@ -54,9 +54,7 @@ for (var begin = 0u; begin < chunks; begin = begin + {{ depth // 16 }}u) {
     let storage = storage_of(factor);
     // Where nothing stands, something else is read and counts as 0.
     let b_group = min(group, max(factor_groups, 1u) - 1u);
-    {% if u_tile %}
     let own_slot = select(256u, slot, inside);
-    {% endif %}
     {% for i in range(b_loads) %}
     {% if across %}
     let offset{{ i }} = y_begin + fold_row{{ i }} - params.span_begin[projection];
@@ -69,24 +67,7 @@ for (var begin = 0u; begin < chunks; begin = begin + {{ depth // 16 }}u) {
     let b_at{{ i }} = column{{ i }} * factor_groups + b_group;
     {% endif %}
     {% endfor %}
-    {% if not u_tile %}
-    // Past the end, the last block again: B is 0 there.
-    {% for q in range(depth // 16) %}
-    let chunk{{ q }} = min(begin + {{ q }}u, chunks - 1u);
-    {% if across %}
-    let projection{{ q }} = first_projection + chunk{{ q }} % slot_chunks / (params.max_rank / 16u);
-    let place{{ q }} = chunk{{ q }} / slot_chunks * (params.max_rank / 16u) + chunk{{ q }} % (params.max_rank / 16u);
-    let u_at{{ q }} = ((first_row + row_begin) / 16u * params.projections + projection{{ q }}) * params.room + place{{ q }};
-    {% else %}
-    let u_at{{ q }} = ((first_row + row_begin) / 16u * params.projections + projection) * params.room + chunk{{ q }};
-    {% endif %}
-    {% for i in range(sub_rows // 16) %}
-    {{ m.load_t("let u" ~ q ~ "_" ~ i, "Left", "u", "(u_at" ~ q ~ " + " ~ i ~ "u * params.projections * params.room) * 64u", "4u") }}
-    {% endfor %}
-    {% endfor %}
-    {% endif %}
     workgroupBarrier();
-    {% if u_tile %}
     {
         {% for i in range(u_loads) %}
         let word{{ i }} = row_words[min(fold_row{{ i }}, {{ height - 1 }}u)];
@@ -103,13 +84,12 @@ for (var begin = 0u; begin < chunks; begin = begin + {{ depth // 16 }}u) {
             {
             {% endif %}
                 let at = fold_row{{ i }} * ROW + fold_part * 2u;
-                {{ u_tile }}[at] = {{ m.to_quad("f16", "halves(words.xy)") }};
-                {{ u_tile }}[at + 1u] = {{ m.to_quad("f16", "halves(words.zw)") }};
+                x_tile[at] = {{ m.to_quad("f16", "halves(words.xy)") }};
+                x_tile[at + 1u] = {{ m.to_quad("f16", "halves(words.zw)") }};
             }
         }
         {% endfor %}
     }
-    {% endif %}
     {# A loop for each width of a storage type: a load in a branch is waited for at the end of that branch. #}
     {% macro fetch_b(wide) %}
         {% for i in range(b_loads) %}
@@ -138,8 +118,8 @@ for (var begin = 0u; begin < chunks; begin = begin + {{ depth // 16 }}u) {
             {
             {% endif %}
                 let at = fold_row{{ i }} * ROW + fold_part * 2u;
-                {{ b_tile }}[at] = {{ m.to_quad("f16", "first") }};
-                {{ b_tile }}[at + 1u] = {{ m.to_quad("f16", "second") }};
+                w_tile[at] = {{ m.to_quad("f16", "first") }};
+                w_tile[at + 1u] = {{ m.to_quad("f16", "second") }};
             }
         }
         {% endfor %}
@@ -158,12 +138,10 @@ for (var begin = 0u; begin < chunks; begin = begin + {{ depth // 16 }}u) {
         {% for q in range(depth // 16) %}
         {
             {% for i in range(sub_rows // 16) %}
-            {% if u_tile %}
-            {{ m.load_t("let u" ~ q ~ "_" ~ i, "Left", u_tile, q * 4 ~ "u + (row_begin + " ~ i * 16 ~ "u) * ROW", "ROW") }}
-            {% endif %}
+            {{ m.load_t("let u" ~ q ~ "_" ~ i, "Left", "x_tile", q * 4 ~ "u + (row_begin + " ~ i * 16 ~ "u) * ROW", "ROW") }}
             {% endfor %}
             {% for j in range(sub_columns // 16) %}
-            {{ m.load("let right" ~ j, "Right", b_tile, q * 4 ~ "u + (column_begin + " ~ j * 16 ~ "u) * ROW", "ROW") }}
+            {{ m.load("let right" ~ j, "Right", "w_tile", q * 4 ~ "u + (column_begin + " ~ j * 16 ~ "u) * ROW", "ROW") }}
             {% for i in range(sub_rows // 16) %}
             {{ m.multiply_add("sum" ~ i ~ "_" ~ j, "u" ~ q ~ "_" ~ i, "right" ~ j) }}
             {% endfor %}

@@ -21,14 +21,16 @@
 {# Declares or sets `to`, as in `let left`, a block of a `kind`: Left, Right or Sum. #}
 {% macro load_t(to, kind, array, at, stride, quads=true) %}{{ load_as("coopLoadT", to, kind, array, at, stride, quads) }}{% endmacro %}
 {% macro load(to, kind, array, at, stride, quads=true) %}{{ load_as("coopLoad", to, kind, array, at, stride, quads) }}{% endmacro %}
-{# A sum of nothing so far. #}
-{% macro zero(name) -%}
+{# A block of a `kind` that is 0, or that is loaded later. #}
+{% macro empty(name, kind) -%}
 {% if edge == 16 -%}
-var {{ name }} = Sum();
+var {{ name }} = {{ kind }}();
 {%- else -%}
-{% for r, c in parts %}var {{ name }}_{{ r }}{{ c }} = Sum(); {% endfor %}
+{% for r, c in parts %}var {{ name }}_{{ r }}{{ c }} = {{ kind }}(); {% endfor %}
 {%- endif %}
 {%- endmacro %}
+{# A sum of nothing so far. #}
+{% macro zero(name) %}{{ empty(name, "Sum") }}{% endmacro %}
 {% macro multiply_add(sum, left, right) -%}
 {% if edge == 16 -%}
 {{ sum }} = coopMultiplyAdd({{ left }}, {{ right }}, {{ sum }});

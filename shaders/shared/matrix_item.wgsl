@@ -26,6 +26,9 @@ let column_tiles = ({{ size.out_rows }} + {{ columns - 1 }}u) / {{ columns }}u;
 let depth_part = workgroup.x / column_tiles;
 let first_column = workgroup.x % column_tiles * {{ columns }}u;
 let y_part = depth_part * params.rows * {{ size.y_stride }};
+{% elif gated is defined and gated %}
+// Of h: each is one of gate and one of up.
+let first_column = workgroup.x * {{ columns // 2 }}u;
 {% else %}
 let first_column = workgroup.x * {{ columns }}u;
 {% endif %}

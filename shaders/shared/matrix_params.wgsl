@@ -41,6 +41,18 @@ struct ExpertGemmMatrixParams {
     room: u32,
     // Steps of a part of the depth, where workgroups share that out, too.
     part_steps: u32,
+    // Entries of a tile in the factors that `fold_blocks` leaves.
+    table_stride: u32,
+    // With the activation: groups of eight in a row of h, and blocks; the power of two that norms of rows of gate and up are below,
+    // adapters included, and that of what the clamped swiglu lets pass; its slope and clamp.
+    h_groups: u32,
+    h_blocks: u32,
+    reach: i32,
+    h_cap: i32,
+    alpha: f32,
+    limit: f32,
+    // What y is multiplied by where it is f16.
+    y_scale: f32,
     pad0: u32,
     pad1: u32,
     pad2: u32,

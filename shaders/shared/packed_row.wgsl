@@ -1,4 +1,5 @@
-// How a workgroup leaves one packed row: its values, times a power of two, and then the power.
+// How a workgroup leaves one packed row: its values, times a power of two, and then the power, and that which the norm of the row so
+// multiplied is below.
 {% if twice %}
 // Rounded to the digits of f16 by their bits: a compiler may take a conversion there and back for nothing. What is no finite
 // number stays what it is.
@@ -30,17 +31,23 @@ fn store_packed(row: u32, quad: u32, v: vec4<f32>) {
     {% endif %}
 }
 
-// Zeros up to the end of the blocks, and the exponent.
-fn end_packed(row: u32, shift: i32, lane: u32) {
+// The power of two that the root of `squares` is below, rounding to f16 included.
+fn norm_power(squares: f32) -> i32 {
+    return (i32(bitcast<u32>(squares * 1.01) >> 23u) - 125) >> 1u;
+}
+
+// Zeros up to the end of the blocks, the exponent, and what the sum of the squares of the row, so multiplied, says of its norm.
+fn end_packed(row: u32, shift: i32, squares: f32, lane: u32) {
     {% if blocks %}
     for (var quad = params.quads + lane; quad < params.blocks * 4u; quad = quad + {{ lanes }}u) {
         blocks[block_quad(row, quad, params.blocks)] = vec4<f16>();
     }
     {% endif %}
     if (lane == 0u) {
+        let word = vec4<f16>(f16(shift), f16(norm_power(squares)), f16(), f16());
         {% if blocks %}
-        blocks[params.block_exponents + row] = vec4<f16>(f16(shift));
+        blocks[params.block_exponents + row] = word;
         {% endif %}
-        packed[params.rows * params.quads{% if twice %} * 2u{% endif %} + row] = vec4<f16>(f16(shift));
+        packed[params.rows * params.quads{% if twice %} * 2u{% endif %} + row] = word;
     }
 }

@@ -7,7 +7,7 @@ use crate::adapter::cut::Cut;
 use crate::adapter::sites::PoolSites;
 use crate::adapter::{Adapter, Factor, Matrix, Site};
 use crate::dtype::DType;
-use crate::plan::matrix::{factor_exponent, largest_magnitude};
+use crate::plan::matrix::{factor_exponent, factor_reach, largest_magnitude};
 
 /// Bytes of a pool word: what an index entry counts in.
 pub(crate) const WORD: u64 = 16;
@@ -90,18 +90,25 @@ impl<'a> Image<'a> {
         images
     }
 
-    /// Every factor's entry, and whether products on cooperative matrices can add all of them.
-    pub fn measured(&self) -> (Vec<Entry>, bool) {
-        let mut folds = true;
+    /// Every factor's entry, whether products on cooperative matrices can add all of them, and how far those of experts
+    /// [reach](factor_reach).
+    pub fn measured(&self) -> (Vec<Entry>, bool, f32) {
+        let (mut folds, mut reach) = (true, 0f32);
         let finished = |(entry, factor): &(Entry, &Factor)| {
             let mut entry = *entry;
             let largest = largest_magnitude(factor.a.dtype, &factor.a.bytes);
             entry.words[2] |= u32::from(factor_exponent(largest).cast_unsigned()) << 24;
             folds = folds && factor.folds(largest);
+            if factor.site.of_expert() {
+                let Factor { a, b, rank, scale, .. } = *factor;
+                let own = factor_reach([a.dtype, b.dtype], [&a.bytes, &b.bytes], *rank, *scale);
+                // What is no number stays.
+                reach = if reach >= own { reach } else { own };
+            }
             entry
         };
         let entries = self.entries.iter().map(finished).collect();
-        (entries, folds)
+        (entries, folds, reach)
     }
 
     /// Adds a block unless it is there already; its first word.

@@ -51,6 +51,7 @@ struct Slot {
     last_use: u64,
     max_rank: usize,
     folds: bool,
+    reach: f32,
     /// By place.
     held: Vec<Held>,
 }
@@ -146,6 +147,12 @@ impl AdapterPool {
     /// for an empty slot.
     pub fn folds(&self, slot: usize) -> bool {
         self.slots[slot].as_ref().is_none_or(|s| s.folds)
+    }
+
+    /// What the adapter in `slot` adds at most to a product of an expert, over the norm of the row of x
+    /// ([`factor_reach`](crate::plan::matrix::factor_reach)): 0 for an empty slot.
+    pub fn reach(&self, slot: usize) -> f32 {
+        self.slots[slot].as_ref().map_or(0.0, |s| s.reach)
     }
 
     /// The slot of a resident adapter.

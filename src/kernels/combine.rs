@@ -80,8 +80,8 @@ params! {
         accumulate: u32,
         /// Where the exponents begin in h, in words of eight bytes.
         exponents: u32,
-        /// Inverse power of two of the weights.
-        w_unscale: f32,
+        /// Inverse of the powers of two of all of y.
+        unscale: f32,
         /// Word of the places of the pairs.
         places_base: u32,
     }
@@ -95,8 +95,10 @@ pub struct CombineTiles<'a> {
     pub top_k: usize,
     /// D: a multiple of 4.
     pub hidden: usize,
-    /// f32 `[C, y_stride]`.
+    /// f32 `[C, y_stride]`, or f16.
     pub y: &'a View,
+    /// It is f16, times 2 to this power.
+    pub halves: Option<i32>,
     /// Row of y in elements: a multiple of 4.
     pub y_stride: usize,
     /// f32 `[T, A]`.
@@ -115,13 +117,18 @@ pub struct CombineTiles<'a> {
     pub accumulate: bool,
 }
 
+/// The variables where y is in the order of the tiles, and of f16.
+pub fn tiles_vars(halves: bool) -> Vars {
+    vec![("halves", halves.into())]
+}
+
 impl CombineTiles<'_> {
     /// Records the stage.
     ///
     /// # Errors
     /// When the device refuses the shader.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<()> {
-        let pipeline = pipeline(rec.gpu(), &COMBINE_TILES, Vars::new())?;
+        let pipeline = pipeline(rec.gpu(), &COMBINE_TILES, tiles_vars(self.halves.is_some()))?;
         let params = CombineTilesParams {
             tokens: self.tokens as u32,
             top_k: self.top_k as u32,
@@ -129,7 +136,7 @@ impl CombineTiles<'_> {
             y_quads: (self.y_stride / 4) as u32,
             accumulate: u32::from(self.accumulate),
             exponents: self.h.exponents(),
-            w_unscale: self.w_unscale,
+            unscale: self.w_unscale * 2f32.powi(-self.halves.unwrap_or(0)),
             places_base: self.aligned.places_base,
         };
         let buffers = [self.y, self.topk_weights, self.ids, &self.aligned.view, &self.h.view, self.out];

@@ -2,7 +2,7 @@
 
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::kernels::expert_gemm_matrix::ExpertGemmMatrix;
+use crate::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Leaves};
 use crate::kernels::lanes::{along_depth, carriers, lanes, per_lane};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::operands::{DENSE, Rows, TILES, Weights};
@@ -123,7 +123,7 @@ pub(crate) fn dense_on_matrices(
     weights: &Weights,
     exact: bool,
 ) -> Option<MatrixTile> {
-    let possible = caps.matrix && weights.exponent.get().is_some() && (!exact || matrix::exact(caps, rows));
+    let possible = caps.matrix && weights.magnitude.exponent().is_some() && (!exact || matrix::exact(caps, rows));
     let cut = if exact { matrix::parted } else { |caps: &_, rows, columns| matrix::dense(caps, rows, columns, false) };
     cut(caps, rows, weights.out_dim).filter(|_| possible)
 }
@@ -194,7 +194,19 @@ impl ExpertGemm<'_> {
     ) -> Result<()> {
         let Self { rows, row_div, select, weights, y, y_stride, accumulate, .. } = *self;
         let adapters = None;
-        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts, adapters }
-            .record(rec, pass)
+        ExpertGemmMatrix {
+            rows,
+            row_div,
+            select,
+            x,
+            weights,
+            y,
+            y_stride,
+            accumulate,
+            parts,
+            adapters,
+            leaves: Leaves::Sums,
+        }
+        .record(rec, pass)
     }
 }

@@ -1,6 +1,8 @@
 //! The products of `expert_gemm` on cooperative matrices, for many rows.
 
+use crate::activation::Activation;
 use crate::error::{Error, ErrorKind, Result};
+use crate::kernels::activation::constants;
 use crate::kernels::expert_gemm_variant::{Flags, Sizes, variant};
 use crate::kernels::fold_blocks::FoldBlocks;
 use crate::kernels::linker::pipeline;
@@ -66,6 +68,22 @@ params! {
         room: u32,
         /// Steps of a part of the depth.
         part_steps: u32,
+        /// Entries of a tile among the factors that `fold_blocks` leaves.
+        table_stride: u32,
+        /// Groups of eight in a row of h.
+        h_groups: u32,
+        /// Blocks in a row of h.
+        h_blocks: u32,
+        /// Power of two that norms of rows of gate and up are below, adapters included.
+        reach: i32,
+        /// Power of two of what the clamped swiglu lets pass.
+        h_cap: i32,
+        /// Slope of the clamped swiglu.
+        alpha: f32,
+        /// Clamp of the clamped swiglu.
+        limit: f32,
+        /// What y is multiplied by where it is f16.
+        y_scale: f32,
         /// Padding.
         pad0: u32,
         /// Padding.
@@ -103,6 +121,41 @@ pub struct ExpertGemmMatrix<'a> {
     pub parts: usize,
     /// Adapters; only for weights whose exponent is 0.
     pub adapters: Option<&'a Folded<'a>>,
+    /// What becomes of the sums.
+    pub leaves: Leaves<'a>,
+}
+
+/// What a product makes of its sums. All but the first need tiles of a direct cut.
+#[derive(Clone, Copy)]
+pub enum Leaves<'a> {
+    /// y, as they are.
+    Sums,
+    /// y as f16, times 2 to this power, which keeps them in its range ([`halves_exponent`](crate::plan::matrix::halves_exponent)).
+    Halves(i32),
+    /// The activation of gate and up, and y is not written: with a cut that [gates](MatrixTile::gates) and matrices that are whole.
+    Activation(Gated<'a>),
+}
+
+/// The activation as a part of the product of gate and up: h as [`ActivatePack`](crate::kernels::activation::ActivatePack) leaves it, but
+/// for its powers of two, which follow from a bound on gate and up.
+#[derive(Clone, Copy)]
+pub struct Gated<'a> {
+    /// Which function: one with a gate.
+    pub kind: Activation,
+    /// Norms of rows of gate and up are below 2 to this power, adapters included
+    /// ([`reach_exponent`](crate::plan::matrix::reach_exponent)).
+    pub reach: i32,
+    /// `[P, F]`, with blocks of the same cut, written.
+    pub h: &'a Packed,
+}
+
+impl Gated<'_> {
+    /// The power of two of the largest value that a clamped function makes of gate alone or of up.
+    fn cap(&self) -> i32 {
+        // x sigmoid(a x) is not below -0.28 / a.
+        let (alpha, limit) = constants(self.kind);
+        (limit.max(0.3 / alpha) * 1.01).log2().ceil() as i32
+    }
 }
 
 impl ExpertGemmMatrix<'_> {
@@ -126,7 +179,7 @@ impl ExpertGemmMatrix<'_> {
             }
             Rows::Pairs(_) => None,
         };
-        let (Some(tile), Some(exponent)) = (tile, w.exponent.get()) else {
+        let (Some(tile), Some(exponent)) = (tile, w.magnitude.exponent()) else {
             return Err(Error::new(ErrorKind::Unsupported, "matrix product: no tile or no exponent for these weights"));
         };
         if !tile.direct && !self.x.by_row {
@@ -143,13 +196,27 @@ impl ExpertGemmMatrix<'_> {
             let of = w.pieces.iter().rfind(|(piece, _)| piece.row_begin <= *column as usize);
             of.is_some_and(|(piece, _)| (*column - piece.row_begin as u32).is_multiple_of(tile.columns))
         };
+        let direct_tiles = tile.direct && matches!(self.select, Rows::Tiles(_));
+        let gated = match &self.leaves {
+            Leaves::Sums => None,
+            Leaves::Halves(_) if direct_tiles && self.y_stride.is_multiple_of(8) => None,
+            Leaves::Activation(Gated { kind, h, .. }) if direct_tiles && kind.gated() && tile.gates() && w.whole() => {
+                h.blocks.as_ref().map(|blocks| (*kind, *h, blocks))
+            }
+            _ => {
+                let message = "matrix product: neither f16 nor an activation in this cut, or in parts of the matrices";
+                return Err(Error::new(ErrorKind::Unsupported, message));
+            }
+        };
         let flags = Flags {
+            gated: gated.map(|(kind, h, _)| (kind, h.by_row)),
+            halves: matches!(self.leaves, Leaves::Halves(_)),
             scaled: exponent != 0,
             ragged,
             twice,
             lora: self.adapters.is_some(),
             parted: twice || self.parts > 1,
-            across: spans.as_ref().is_some_and(|s| s.step > 1 || !s.out_begin.iter().all(within)),
+            across: gated.is_none() && spans.as_ref().is_some_and(|s| s.step > 1 || !s.out_begin.iter().all(within)),
         };
         let rows = self.select.name();
         let blocks = match (self.select, &self.x.blocks) {
@@ -207,6 +274,14 @@ impl ExpertGemmMatrix<'_> {
                     .next_multiple_of(tile.ahead),
                 ..bytemuck::Zeroable::zeroed()
             };
+            if let Leaves::Halves(exponent) = self.leaves {
+                params.y_scale = 2f32.powi(exponent);
+            }
+            if let (Leaves::Activation(gated), Some((_, h, blocks))) = (&self.leaves, gated) {
+                (params.h_groups, params.h_blocks) = ((h.width / 8) as u32, blocks.per_row as u32);
+                (params.reach, params.h_cap) = (gated.reach, gated.cap());
+                (params.alpha, params.limit) = constants(gated.kind);
+            }
             if let Some((a, Spans { out_begin, out_rows, step, .. })) = self.adapters.zip(spans) {
                 params.top_k = a.top_k as u32;
                 params.slots = a.slots as u32;
@@ -214,7 +289,9 @@ impl ExpertGemmMatrix<'_> {
                 params.index_base = a.site.index_base as u32;
                 params.projections = a.site.out_dims.len() as u32;
                 params.max_rank = a.max_rank as u32;
-                params.room = folded.as_ref().map_or(0, |blocks| blocks.room as u32);
+                if let Some(blocks) = &folded {
+                    (params.room, params.table_stride) = (blocks.room as u32, blocks.table_stride as u32);
+                }
                 (params.step, params.span_begin, params.span_rows) = (step, out_begin, out_rows);
             }
             let columns = (piece.rows as u32).div_ceil(tile.columns);
@@ -224,10 +301,15 @@ impl ExpertGemmMatrix<'_> {
             };
             let mut buffers = vec![x, view, ids];
             if let Some(Folded { u, token_lora_mapping, site, factors, .. }) = self.adapters {
-                let u = folded.as_ref().map_or(u, |blocks| &blocks.view);
-                buffers.extend([u, factors.pool(site), &factors.index, token_lora_mapping]);
+                match &folded {
+                    Some(blocks) => buffers.extend([&blocks.view, factors.pool(site), &blocks.factors]),
+                    None => buffers.extend([u, factors.pool(site), &factors.index, token_lora_mapping]),
+                }
             }
-            buffers.push(self.y);
+            match gated {
+                Some((_, h, blocks)) => buffers.extend([&blocks.view, &h.view]),
+                None => buffers.push(self.y),
+            }
             rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         }
         Ok(())

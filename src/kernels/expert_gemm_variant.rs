@@ -1,6 +1,8 @@
 //! The shaders of products on cooperative matrices, and what tells their variants apart.
 
+use crate::activation::Activation;
 use crate::dtype::DType;
+use crate::kernels::activation;
 use crate::kernels::linker::{Kernel, Vars};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::matrix::{self, EDGE, MatrixTile};
@@ -12,10 +14,14 @@ pub static EXPERT_GEMM_FOLDED: Kernel = Kernel { stem: "expert_gemm_matrix", rea
 /// Of a direct cut: x goes straight from memory into matrices.
 pub static EXPERT_GEMM_DIRECT: Kernel = Kernel { stem: "expert_gemm_direct", reads: 3, writes: 1 };
 /// The same, and adapters are added.
-pub static EXPERT_GEMM_DIRECT_FOLDED: Kernel = Kernel { stem: "expert_gemm_direct", reads: 7, writes: 1 };
+pub static EXPERT_GEMM_DIRECT_FOLDED: Kernel = Kernel { stem: "expert_gemm_direct", reads: 6, writes: 1 };
+/// Gate and up of a direct cut, and the activation.
+pub static EXPERT_GEMM_GATED: Kernel = Kernel { stem: "expert_gemm_direct", reads: 3, writes: 2 };
+/// The same, and adapters are added.
+pub static EXPERT_GEMM_GATED_FOLDED: Kernel = Kernel { stem: "expert_gemm_direct", reads: 6, writes: 2 };
 
 /// What else tells variants apart.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Flags {
     /// Weights are scaled on the way.
     pub scaled: bool,
@@ -29,6 +35,10 @@ pub struct Flags {
     pub parted: bool,
     /// Some tile of columns lies across the border of two projections of the adapters, or they alternate.
     pub across: bool,
+    /// The activation behind gate and up, and whether its rows are written as well; only of a direct cut in tiles.
+    pub gated: Option<(Activation, bool)>,
+    /// The sums are left as f16; only of a direct cut in tiles.
+    pub halves: bool,
 }
 
 /// Sizes of a product that its shader has as numbers, as [`ExpertGemmMatrixParams`](crate::kernels::expert_gemm_matrix::ExpertGemmMatrixParams) has them.
@@ -74,11 +84,13 @@ pub fn variant(
     flags: Flags,
     sizes: &Sizes,
 ) -> (&'static Kernel, Vars) {
-    let kernel = match (tile.direct, flags.lora) {
-        (false, false) => &EXPERT_GEMM_MATRIX,
-        (false, true) => &EXPERT_GEMM_FOLDED,
-        (true, false) => &EXPERT_GEMM_DIRECT,
-        (true, true) => &EXPERT_GEMM_DIRECT_FOLDED,
+    let kernel = match (tile.direct, flags.gated, flags.lora) {
+        (false, _, false) => &EXPERT_GEMM_MATRIX,
+        (false, _, true) => &EXPERT_GEMM_FOLDED,
+        (true, None, false) => &EXPERT_GEMM_DIRECT,
+        (true, None, true) => &EXPERT_GEMM_DIRECT_FOLDED,
+        (true, Some(_), false) => &EXPERT_GEMM_GATED,
+        (true, Some(_), true) => &EXPERT_GEMM_GATED_FOLDED,
     };
     let staged = !tile.direct;
     let mut vars: Vars = vec![
@@ -100,7 +112,7 @@ pub fn variant(
     if staged {
         vars.extend([("rests", tile.rests.into()), ("kept", tile.kept.into()), ("strip", tile.strip().into())]);
     }
-    let Flags { scaled, ragged, twice, lora, parted, across } = flags;
+    let Flags { scaled, ragged, twice, lora, parted, across, gated, halves } = flags;
     vars.extend([("width", caps.row_lanes.into()), ("scaled", scaled.into()), ("ragged", ragged.into())]);
     if staged {
         vars.push(("twice", twice.into()));
@@ -108,6 +120,12 @@ pub fn variant(
     vars.push(("lora", lora.into()));
     if staged {
         vars.push(("parted", parted.into()));
+    }
+    if tile.direct {
+        vars.extend([("gated", gated.is_some().into()), ("halves", halves.into())]);
+    }
+    if let Some((kind, by_row)) = gated {
+        vars.extend([("kind", activation::name(kind).into()), ("by_row", by_row.into())]);
     }
     if lora {
         vars.extend([("across", across.into()), ("lift", matrix::LIFT.into())]);

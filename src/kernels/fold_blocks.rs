@@ -10,7 +10,7 @@ use crate::plan::capabilities::Capabilities;
 use crate::plan::matrix::{EDGE, MatrixTile};
 
 /// The shader.
-pub static FOLD_BLOCKS: Kernel = Kernel { stem: "fold_blocks", reads: 4, writes: 1 };
+pub static FOLD_BLOCKS: Kernel = Kernel { stem: "fold_blocks", reads: 4, writes: 2 };
 
 params! {
     /// Sizes of one rearrangement.
@@ -35,15 +35,17 @@ params! {
         expert_base: u32,
         /// Word of `sorted_token_ids`.
         sorted_base: u32,
+        /// Entries of a tile among the factors.
+        table_stride: u32,
         /// Padding.
         pad0: u32,
-        /// Padding.
-        pad1: u32,
     }
 }
 
 /// Semantics: for each slot that a tile of the cut has, in order, and each 16 ranks of it, `blocks[r / 16, projection, n]` holds u of
-/// the rows with that slot and zeros for the others.
+/// the rows with that slot and zeros for the others. `factors[tile]` has an entry for every 32 rows: how many
+/// slots the tile has, and the first and the end of those that these rows have, by their number; and then, slot by slot, the factors of
+/// each projection.
 pub struct FoldBlocks<'a> {
     /// P, or T when dense.
     pub rows: usize,
@@ -61,12 +63,24 @@ pub struct FoldedBlocks {
     pub view: View,
     /// Blocks that a projection has room for.
     pub room: usize,
+    /// Factors as in the index `[tiles, table_stride]`.
+    pub factors: View,
+    /// Entries of a tile.
+    pub table_stride: usize,
 }
 
 /// The variables of one variant.
 pub fn vars(caps: &Capabilities, rows: &'static str, cut: &MatrixTile) -> Vars {
     vec![("rows", rows.into()), ("height", cut.height.into()), ("width", caps.row_lanes.into())]
 }
+
+/// Groups of rows of a tile, each of which has an entry that says which slots it has.
+pub(crate) fn groups(cut: &MatrixTile) -> usize {
+    cut.height.div_ceil(GROUP) as usize
+}
+
+/// Rows of such a group: one a lane of a subgroup.
+const GROUP: u32 = 32;
 
 /// Blocks of a projection for tiles of a `cut` that meet up to `used` slots of `max_rank`.
 pub fn room(cut: &MatrixTile, used: usize, max_rank: usize) -> usize {
@@ -93,6 +107,8 @@ impl FoldBlocks<'_> {
             _ => (self.rows.next_multiple_of(height), Grid::folded(1, self.rows.div_ceil(height) as u32)),
         };
         let view = rec.scratch("u in blocks", bytes(capacity, projections, room))?;
+        let table_stride = groups(&self.cut) + used.min(height) * projections;
+        let tile_factors = rec.scratch("factors of tiles", (capacity / height * table_stride * 16) as u64)?;
         let vars = vars(rec.gpu().capabilities(), self.select.name(), &self.cut);
         let pipeline = pipeline(rec.gpu(), &FOLD_BLOCKS, vars)?;
         let (ids, expert_base, sorted_base) = self.select.ids(u);
@@ -107,11 +123,11 @@ impl FoldBlocks<'_> {
             room: room as u32,
             expert_base,
             sorted_base,
+            table_stride: table_stride as u32,
             pad0: 0,
-            pad1: 0,
         };
-        let buffers = [u, &factors.index, ids, token_lora_mapping, &view];
+        let buffers = [u, &factors.index, ids, token_lora_mapping, &view, &tile_factors];
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
-        Ok(FoldedBlocks { view, room })
+        Ok(FoldedBlocks { view, room, factors: tile_factors, table_stride })
     }
 }

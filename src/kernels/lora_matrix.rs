@@ -4,7 +4,7 @@
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::lora::{Factors, LoraSite, Spans};
-use crate::kernels::pack::Packed;
+use crate::kernels::pack::{Blocks, Packed};
 use crate::kernels::params::params;
 use crate::kernels::runs::Runs;
 use crate::kernels::{Recording, View};
@@ -13,6 +13,8 @@ use crate::plan::matrix::{EDGE, LIFT};
 
 /// x to u.
 pub static LORA_SHRINK_MATRIX: Kernel = Kernel { stem: "lora_shrink_matrix", reads: 4, writes: 1 };
+/// x to u, and to blocks.
+pub static LORA_SHRINK_LEAVING: Kernel = Kernel { stem: "lora_shrink_matrix", reads: 4, writes: 2 };
 
 /// u to y.
 pub static LORA_EXPAND_TILES: Kernel = Kernel { stem: "lora_expand_tiles", reads: 4, writes: 1 };
@@ -25,8 +27,33 @@ pub const LONG_RUN: usize = 4 * RUN;
 
 /// Subgroups of a workgroup: each takes [`RUN`] pairs of a long run, or two share the depth. More of those would leave room
 /// for fewer on a multiprocessor: each has 8 KiB of workgroup memory (`docs/EXPERIMENTS.md`, "What a multiprocessor holds").
-fn subgroups(run: usize) -> u32 {
-    if run > RUN { (run / RUN) as u32 } else { 2 }
+fn subgroups(run: usize, x: InBlocks) -> u32 {
+    // A run that begins within a block ends in one more.
+    if run > RUN { (run / RUN) as u32 + u32::from(x == InBlocks::Read) } else { 2 }
+}
+
+/// What a shrink has to do with the blocks of a direct product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum InBlocks {
+    /// Nothing: it reads rows.
+    No,
+    /// It reads them in place of rows.
+    Read,
+    /// It reads rows, and leaves them as blocks.
+    Leave,
+}
+
+impl InBlocks {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::No, Self::Read, Self::Leave];
+}
+
+/// Blocks of x that a subgroup has loaded, and loads ahead.
+const BLOCKS_AHEAD: usize = 4;
+
+/// Whether a shrink of runs of `run` pairs reads x in the `blocks` of a direct product: long runs do, where rows end with whole rounds.
+pub fn by_blocks(run: usize, blocks: &Blocks) -> bool {
+    run > RUN && blocks.per_row.is_multiple_of(BLOCKS_AHEAD)
 }
 
 /// Most pairs of the runs of a shrink: `pairs` of `buckets` virtual experts, and whether products add them (`folded`). Long runs must
@@ -57,12 +84,12 @@ params! {
         exponents: u32,
         /// Power of two of the base weights.
         w_scale: f32,
-        /// Groups from a row of x to the next.
+        /// Groups from a row of x to the next, or blocks of a row.
         x_stride: u32,
-        /// Padding.
-        pad0: u32,
-        /// Padding.
-        pad1: u32,
+        /// Blocks of a row where they are left.
+        blocks: u32,
+        /// Where the exponents begin behind them, in words of eight bytes.
+        block_exponents: u32,
     }
 }
 
@@ -110,6 +137,9 @@ pub struct LoraShrinkMatrix<'a> {
     pub factors: &'a Factors,
     /// `[rows / row_div, in]`.
     pub x: &'a Packed,
+    /// The same in the order of the pairs, and what of it: long runs alone, whose blocks they can [take](by_blocks). What is left is all
+    /// of it where every pair has a run.
+    pub blocks: Option<(&'a Blocks, InBlocks)>,
     /// u is for the product that adds it: f16.
     pub folded: bool,
 }
@@ -122,14 +152,16 @@ fn at_once(projections: u32) -> u32 {
     if projections <= MOST_AT_ONCE { projections } else { 1 }
 }
 
-/// The variables on one device, for runs of `run` pairs and workgroups that take `per` projections.
-pub fn vars(caps: &Capabilities, folded: bool, run: usize, per: u32) -> Vars {
+/// The variables on one device, for runs of `run` pairs, workgroups that take `per` projections, and what becomes of x in blocks.
+pub fn vars(caps: &Capabilities, folded: bool, run: usize, per: u32, x: InBlocks) -> Vars {
     vec![
         ("edge", caps.edge.into()),
         ("height", (run as u32).into()),
         ("tall", (run > RUN).into()),
         ("per", per.into()),
-        ("subgroups", subgroups(run).into()),
+        ("blocks", (x == InBlocks::Read).into()),
+        ("leaves", (x == InBlocks::Leave).into()),
+        ("subgroups", subgroups(run, x).into()),
         ("width", caps.row_lanes.into()),
         ("folded", folded.into()),
         ("lift", LIFT.into()),
@@ -172,14 +204,19 @@ impl LoraShrinkMatrix<'_> {
         if run != RUN && !(self.folded && run == LONG_RUN) {
             return Err(other_runs(run));
         }
-        if !self.x.by_row {
+        let taken = self.blocks.filter(|(blocks, _)| self.folded && by_blocks(run, blocks));
+        let in_blocks = taken.map_or(InBlocks::No, |(_, way)| way);
+        let read = taken.filter(|_| in_blocks == InBlocks::Read).map(|(blocks, _)| blocks);
+        let left = taken.filter(|_| in_blocks == InBlocks::Leave).map(|(blocks, _)| blocks);
+        if read.is_none() && !self.x.by_row {
             return Err(Error::new(ErrorKind::Unsupported, "adapters on matrices: x is packed as blocks alone"));
         }
         let values = self.rows * self.site.out_dims.len() * self.max_rank;
         let u = rec.scratch("lora u", (values * if self.folded { 2 } else { 4 }) as u64)?;
         let caps = rec.gpu().capabilities().clone();
-        let vars = vars(&caps, self.folded, run, at_once(self.site.out_dims.len() as u32));
-        let pipeline = pipeline(rec.gpu(), &LORA_SHRINK_MATRIX, vars)?;
+        let vars = vars(&caps, self.folded, run, at_once(self.site.out_dims.len() as u32), in_blocks);
+        let kernel = if left.is_some() { &LORA_SHRINK_LEAVING } else { &LORA_SHRINK_MATRIX };
+        let pipeline = pipeline(rec.gpu(), kernel, vars)?;
         let params = LoraShrinkMatrixParams {
             row_div: self.row_div as u32,
             groups: (self.site.in_dim / 8) as u32,
@@ -190,12 +227,14 @@ impl LoraShrinkMatrix<'_> {
             sorted_base: self.runs.aligned.sorted_base,
             exponents: self.x.exponents(),
             w_scale: self.w_scale,
-            x_stride: (self.x.stride() / 8) as u32,
-            pad0: 0,
-            pad1: 0,
+            x_stride: read.map_or(self.x.stride() / 8, |blocks| blocks.per_row) as u32,
+            blocks: left.map_or(0, |blocks| blocks.per_row as u32),
+            block_exponents: left.map_or(0, |blocks| blocks.exponents),
         };
         let grid = self.runs.grid(shrink_columns(self.site, self.max_rank))?;
-        let buffers = [&self.x.view, self.factors.pool(self.site), &self.factors.index, &self.runs.aligned.view, &u];
+        let x = read.map_or(&self.x.view, |blocks| &blocks.view);
+        let mut buffers = vec![x, self.factors.pool(self.site), &self.factors.index, &self.runs.aligned.view, &u];
+        buffers.extend(left.map(|blocks| &blocks.view));
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         Ok(u)
     }
@@ -300,10 +339,10 @@ mod tests {
     fn workgroup_memory_holds_as_many_projections_as_are_taken_at_once() {
         // Rows of x of each subgroup and of each A, once in a long run, of 64 halves and eight more; sums of one projection.
         let bytes = |run: usize, copies: u32| {
-            let rows = subgroups(run) * EDGE + copies * MOST_AT_ONCE * EDGE;
-            rows * (64 + 8) * 2 + subgroups(run) * EDGE * EDGE * 4
+            let rows = subgroups(run, InBlocks::No) * EDGE + copies * MOST_AT_ONCE * EDGE;
+            rows * (64 + 8) * 2 + subgroups(run, InBlocks::No) * EDGE * EDGE * 4
         };
-        let most = bytes(LONG_RUN, 1).max(bytes(RUN, subgroups(RUN)));
+        let most = bytes(LONG_RUN, 1).max(bytes(RUN, subgroups(RUN, InBlocks::No)));
         assert!([16, 8].into_iter().all(|edge| most <= workgroup_bytes(edge)), "{most}");
         assert_eq!([1, 2, 3, 4].map(at_once), [1, 2, 3, 1]);
     }

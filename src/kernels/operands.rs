@@ -3,7 +3,7 @@
 use crate::dtype::DType;
 use crate::kernels::View;
 use crate::kernels::align::Aligned;
-use crate::plan::matrix::Exponent;
+use crate::plan::matrix::Magnitude;
 use crate::plan::pieces::Piece;
 
 /// A stack of matrices `[count, out, in]` on the device, cut into bindings. Rows are padded with zeros to groups of 8.
@@ -19,8 +19,16 @@ pub struct Weights {
     pub in_dim: usize,
     /// The bindings.
     pub pieces: Vec<(Piece, View)>,
-    /// Power of two that brings the weights into the range of f16, for the matrix tier; `None`: f32 arithmetic only.
-    pub exponent: Exponent,
+    /// How large the weights are, for the matrix tier: the power of two that brings them into the range of f16, or f32 arithmetic
+    /// only; and the norm of their longest row.
+    pub magnitude: Magnitude,
+}
+
+impl Weights {
+    /// Whether no matrix is cut.
+    pub fn whole(&self) -> bool {
+        self.pieces.iter().all(|(piece, _)| piece.rows == self.out_dim)
+    }
 }
 
 /// Which rows of x meet which matrix.

@@ -60,7 +60,8 @@ impl Reads {
     pub const PLAIN: Self = Self { plain: true, packed: None };
 }
 
-/// Packed rows: f16 `[rows, stride]`, then for each row its exponent, as f16 at the start of eight bytes. With `twice`, what
+/// Packed rows: f16 `[rows, stride]`, then for each row eight bytes: its exponent, as f16, and of rows that no activation made the power
+/// of two that the norm of what is packed is below. With `twice`, what
 /// rounding to f16 took from the values of a row lies behind them as f16, too, and who multiplies them once passes over it.
 #[derive(Debug, Clone)]
 pub struct Packed {
@@ -90,6 +91,11 @@ pub struct Blocks {
 }
 
 impl Blocks {
+    /// Bytes that products with a `cut`, and shrinks, load past the end of the last row.
+    pub fn ahead_bytes(cut: &MatrixTile) -> usize {
+        (cut.x_ahead.max(4) * EDGE * EDGE * 2) as usize
+    }
+
     /// Room for `rows` rows of `width` values for products with a `cut`, and for as many exponents.
     ///
     /// # Errors
@@ -104,7 +110,7 @@ impl Blocks {
         let rows = rows.next_multiple_of(cut.height as usize);
         let per_row = cut.blocks(width);
         // Blocks are loaded ahead past the end of the last row, too.
-        let ahead = (cut.x_ahead * EDGE * EDGE * 2) as usize;
+        let ahead = Self::ahead_bytes(cut);
         let view = rec.scratch(label, (rows * (per_row * EDGE as usize * 2 + 8) + ahead) as u64)?;
         Ok(Self { view, per_row, exponents: (rows * per_row * EDGE as usize / 4) as u32 })
     }

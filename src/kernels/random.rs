@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::params::params;
 use crate::kernels::{Recording, View, cover};
-use crate::plan::matrix::{Exponent, weight_exponent};
+use crate::plan::matrix::{Magnitude, weight_exponent};
 
 /// The shader.
 pub static RANDOM: Kernel = Kernel { stem: "random", reads: 0, writes: 1 };
@@ -62,9 +62,10 @@ impl Random {
         (self.exponent as f32).exp2()
     }
 
-    /// The exponent that a stack of these weights has on the matrix tier.
-    pub fn weight_exponent(&self) -> Exponent {
-        Exponent::known(weight_exponent(self.dtype, &[self.scale() * (255.0 / 256.0)]))
+    /// What a stack of these weights with rows of `in_dim` has as its magnitude on the matrix tier.
+    pub fn magnitude(&self, in_dim: usize) -> Magnitude {
+        let exponent = weight_exponent(self.dtype, &[self.scale() * (255.0 / 256.0)]);
+        Magnitude::known(exponent, Some(self.scale() * (in_dim as f32).sqrt()))
     }
 
     /// Records `n` weights, a multiple of 8, from number `first` on.

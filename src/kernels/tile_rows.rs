@@ -26,15 +26,15 @@ params! {
         sorted_base: u32,
         /// Groups from a row of x to the next.
         x_stride: u32,
-        /// Padding.
-        pad0: u32,
-        /// Padding.
-        pad1: u32,
+        /// Where the exponents begin in x, in words of eight bytes.
+        exponents: u32,
+        /// Where they begin behind the blocks.
+        block_exponents: u32,
     }
 }
 
-/// Semantics: row r of the result is `x[sorted_token_ids[r] / row_div]` with zeros behind; a row of padding holds anything. Exponents
-/// stay in x.
+/// Semantics: row r of the result is `x[sorted_token_ids[r] / row_div]` with zeros behind; a row of padding holds anything. Exponents,
+/// and what stands beside them, follow in the same order.
 pub struct TileRows<'a> {
     /// P.
     pub rows: usize,
@@ -73,8 +73,8 @@ impl TileRows<'_> {
             blocks: blocks.per_row as u32,
             sorted_base: self.aligned.sorted_base,
             x_stride: (self.x.stride() / 8) as u32,
-            pad0: 0,
-            pad1: 0,
+            exponents: self.x.exponents(),
+            block_exponents: blocks.exponents,
         };
         let buffers = [&self.x.view, &self.aligned.view, &blocks.view];
         let grid = self.aligned.grid(columns(self.cut.height))?;

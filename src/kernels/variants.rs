@@ -8,6 +8,7 @@ use crate::gpu::Tier;
 use crate::kernels::dense_gemm::{Adapters, Cut};
 use crate::kernels::expert_gemm_variant::{self, Flags, Sizes};
 use crate::kernels::linker::{Kernel, Vars};
+use crate::kernels::lora_matrix::InBlocks;
 use crate::kernels::{
     activation, activation_blocks, align, attention, attention_matrix, attention_split, choice, combine, count,
     dense_gemm, down_combine, embed, expand_norm, expert_gemm, fold_blocks, localise, lora, lora_gather, lora_matrix,
@@ -312,7 +313,13 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
     for folded in [false, true] {
         for per in 1..=lora_matrix::MOST_AT_ONCE {
             for run in [lora_matrix::RUN, lora_matrix::LONG_RUN].into_iter().take(1 + usize::from(folded)) {
-                all.push((&lora_matrix::LORA_SHRINK_MATRIX, lora_matrix::vars(caps, folded, run, per)));
+                let of = |x| lora_matrix::vars(caps, folded, run, per, x);
+                for x in InBlocks::ALL.into_iter().take(if run > lora_matrix::RUN { 3 } else { 1 }) {
+                    let leaves = x == InBlocks::Leave;
+                    let kernel =
+                        if leaves { &lora_matrix::LORA_SHRINK_LEAVING } else { &lora_matrix::LORA_SHRINK_MATRIX };
+                    all.push((kernel, of(x)));
+                }
             }
         }
     }
@@ -338,6 +345,19 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
                 for across in [false, true].into_iter().filter(|_| !scaled) {
                     let flags = Flags { lora: true, across, ..plain };
                     all.push(variant(flags));
+                }
+                if rows == "tiles" {
+                    all.push(variant(Flags { halves: true, ..plain }));
+                    for across in [false, true].into_iter().filter(|_| !scaled) {
+                        all.push(variant(Flags { halves: true, lora: true, across, ..plain }));
+                    }
+                }
+                let kinds = ACTIVATIONS.into_iter().filter(|kind| rows == "tiles" && tile.gates() && kind.gated());
+                for gated in kinds.flat_map(|kind| [Some((kind, false)), Some((kind, true))]) {
+                    all.push(variant(Flags { gated, ..plain }));
+                    if !scaled {
+                        all.push(variant(Flags { gated, lora: true, ..plain }));
+                    }
                 }
             }
             for (rows, tile, sizes) in staged {
@@ -379,6 +399,6 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
             }
         }
     }
-    all.push((&combine::COMBINE_TILES, Vars::new()));
+    all.extend([false, true].map(|halves| (&combine::COMBINE_TILES, combine::tiles_vars(halves))));
     all.push((&matrix_probe::MATRIX_PROBE, matrix_probe::vars(caps.edge)));
 }

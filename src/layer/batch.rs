@@ -28,6 +28,10 @@ pub struct LoraBatch {
     pub max_rank: usize,
     /// Products on cooperative matrices can add them: [`AdapterPool::folds`] holds for all.
     pub folds: bool,
+    /// How far they [reach](AdapterPool::reach) at most.
+    pub reach: f32,
+    /// Every token has one of them.
+    pub everyone: bool,
     /// Tokens sorted by slot, where there are enough of them.
     pub aligned: Option<Aligned>,
     /// The same in runs for cooperative matrices.
@@ -45,6 +49,9 @@ impl LoraBatch {
             slots: pool.slots(),
             max_rank: max_rank.next_multiple_of(8),
             folds: used.iter().all(|slot| pool.folds(*slot)),
+            // What is no number stays.
+            reach: used.iter().map(|slot| pool.reach(*slot)).fold(0.0, |a, v| if a >= v { a } else { v }),
+            everyone: slots.iter().all(|slot| usize::try_from(*slot).is_ok_and(|slot| slot < pool.slots())),
             used,
             aligned: None,
             matrix_runs: None,
@@ -114,7 +121,7 @@ impl LoraBatch {
     /// Whether a product of `rows` rows on cooperative matrices with `weights` adds these adapters itself: their factors keep
     /// within the range of f16, and what a tile meets of them, `most` at most, is not longer than a row of the weights.
     pub(super) fn folded(&self, weights: &Weights, most: usize, rows: usize) -> bool {
-        weights.exponent.get() == Some(0)
+        weights.magnitude.exponent() == Some(0)
             && self.folds
             && self.slots <= matrix::FOLDED_SLOTS
             && rows < matrix::FOLDED_ROWS
@@ -226,6 +233,8 @@ mod tests {
             used: vec![0, 3, 4, 8],
             max_rank,
             folds: true,
+            reach: 0.0,
+            everyone: false,
             aligned: None,
             matrix_runs: None,
         }

@@ -3,7 +3,7 @@
 use crate::error::Result;
 use crate::kernels::dense_gemm::{Cut, DenseGemm};
 use crate::kernels::expert_gemm::{ExpertGemm, dense_form, dense_on_matrices};
-use crate::kernels::expert_gemm_matrix::ExpertGemmMatrix;
+use crate::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Leaves};
 use crate::kernels::lora::{Factors, LoraSite};
 use crate::kernels::lora_matrix::{Folded, LoraShrinkMatrix};
 use crate::kernels::operands::{Rows, Weights};
@@ -216,7 +216,7 @@ impl Dense<'_> {
             None => self.shrink(adapters, &x.view).record_packed(rec, pass, x.stride())?,
             Some(runs) => {
                 let (w_scale, folded) = (1.0, true);
-                LoraShrinkMatrix { rows, row_div, runs, max_rank, w_scale, site, factors, x, folded }
+                LoraShrinkMatrix { rows, row_div, runs, max_rank, w_scale, site, factors, x, blocks: None, folded }
                     .record(rec, pass)?
             }
         };
@@ -225,7 +225,19 @@ impl Dense<'_> {
         let folded = Folded { u, max_rank, token_lora_mapping, top_k, slots, used, experts, site, factors };
         let (select, weights, y, y_stride) = (Rows::Dense, self.weights, self.y, self.weights.out_dim);
         let (accumulate, parts, adapters) = (self.accumulate, self.parts, Some(&folded));
-        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts, adapters }
-            .record(rec, pass)
+        ExpertGemmMatrix {
+            rows,
+            row_div,
+            select,
+            x,
+            weights,
+            y,
+            y_stride,
+            accumulate,
+            parts,
+            adapters,
+            leaves: Leaves::Sums,
+        }
+        .record(rec, pass)
     }
 }

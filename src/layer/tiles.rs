@@ -5,12 +5,13 @@ use crate::error::Result;
 use crate::kernels::activation::ActivatePack;
 use crate::kernels::align::{Align, Aligned};
 use crate::kernels::combine::CombineTiles;
-use crate::kernels::expert_gemm_matrix::ExpertGemmMatrix;
+use crate::kernels::expert_gemm_matrix::{ExpertGemmMatrix, Gated, Leaves};
 use crate::kernels::lora::LoraSite;
-use crate::kernels::lora_matrix::{self, Folded, LoraExpandTiles, LoraShrinkMatrix};
+use crate::kernels::lora_matrix::{self, Folded, InBlocks, LoraExpandTiles, LoraShrinkMatrix};
 use crate::kernels::operands::{Rows, Weights};
 use crate::kernels::pack::{Blocks, Form, Packed, pack};
 use crate::kernels::runs::{AlignRuns, Runs};
+use crate::kernels::tile_rows::TileRows;
 use crate::kernels::{Recording, View};
 use crate::layer::{LABELS, LoraBatch, MoeLayer, MoeTensors, Routed};
 use crate::plan::capabilities::Capabilities;
@@ -31,10 +32,14 @@ struct Product<'a> {
     ids: &'a View,
     /// Runs of pairs that share expert and adapter, where they are needed.
     runs: Option<&'a Runs>,
+    /// What the shrink of its adapters does with the blocks of x, if there are any.
+    in_blocks: InBlocks,
+    /// What becomes of its sums.
+    leaves: Leaves<'a>,
     label: &'static str,
 }
 
-/// What became of a product, in the order of the tiles.
+/// What became of a product, in the order of the tiles; nothing, if it left the activation.
 struct Products {
     y: View,
     y_stride: usize,
@@ -47,7 +52,7 @@ impl MoeLayer {
     pub(super) fn matrix_tile(&self, caps: &Capabilities, pairs: usize) -> Option<usize> {
         let whole_blocks =
             |w: &Weights| w.pieces.iter().all(|(piece, _)| piece.row_begin.is_multiple_of(EDGE as usize));
-        let possible = |w: &Weights| w.exponent.get().is_some() && whole_blocks(w);
+        let possible = |w: &Weights| w.magnitude.exponent().is_some() && whole_blocks(w);
         if !caps.matrix || !possible(&self.gate_up) || !possible(&self.down) {
             return None;
         }
@@ -58,8 +63,8 @@ impl MoeLayer {
             let row_bytes = |w: &Weights| (stride(w) * 4).max(x_values(w) * 2 + 8) as u64;
             let most = row_bytes(&self.gate_up).max(row_bytes(&self.down));
             // Blocks are loaded ahead past the end.
-            let ahead = direct.map_or(0, |cut| cut.x_ahead * EDGE * EDGE * 2);
-            align_capacity(pairs, self.experts, tile) as u64 * most + u64::from(ahead) <= caps.max_binding_bytes
+            let ahead = direct.map_or(0, |cut| Blocks::ahead_bytes(&cut) as u64);
+            align_capacity(pairs, self.experts, tile) as u64 * most + ahead <= caps.max_binding_bytes
         };
         let mut tile = matrix::tile(caps, pairs, self.experts)?;
         while !fits(tile) {
@@ -85,7 +90,7 @@ impl MoeLayer {
         let columns: Vec<u32> = self.gate_up.columns(&caps, tile).chain(self.down.columns(&caps, tile)).collect();
         let (aligned, runs) = self.sorted(rec, pass, t, ids, tile, &columns)?;
 
-        let x = match packed.filter(|packed| packed.serve(&Form::ROWS)) {
+        let mut x = match packed.filter(|packed| packed.serve(&Form::ROWS)) {
             Some(packed) => packed.clone(),
             None => pack(rec, pass, LABELS, t.x, [t.tokens, d], &Form::ROWS)?,
         };
@@ -94,37 +99,67 @@ impl MoeLayer {
             Some(self.site(sites, down)).filter(|site| t.adapts(site))
         };
         let (aligned, row_div, runs) = (&aligned, a, runs.as_ref());
-        let (weights, site, label) = (&self.gate_up, &adapters(false), "gate_up");
-        let gate_up =
-            self.product(rec, pass, t, &Product { aligned, weights, x: &x, row_div, site, ids, runs, label })?;
-
+        x.blocks = None;
+        let mut leaves_x = false;
         let mut h = Packed::scratch(rec, "packed h", pairs, self.width)?;
         if let Some(cut) = MatrixTile::direct_of(&caps, tile) {
-            // The shrink reads rows.
-            h.by_row = adapters(true).is_some();
-            h.blocks = Some(Blocks::scratch(rec, "h in blocks", aligned.capacity, self.width, &cut)?);
+            // The shrink leaves them where it reads the row of every pair.
+            let blocks = Blocks::scratch(rec, "x in blocks", aligned.capacity, x.width, &cut)?;
+            let everyone = t.lora.is_some_and(|(batch, ..)| batch.everyone) && adapters(false).is_some();
+            leaves_x = everyone && runs.is_some_and(|runs| lora_matrix::by_blocks(runs.most, &blocks));
+            x.blocks = Some(if leaves_x {
+                blocks
+            } else {
+                TileRows { rows: pairs, row_div, aligned, cut, x: &x }.record(rec, pass)?
+            });
+            let blocks = Blocks::scratch(rec, "h in blocks", aligned.capacity, self.width, &cut)?;
+            // A shrink reads rows, or also blocks.
+            let rows = |runs: Option<&Runs>| runs.is_none_or(|runs| !lora_matrix::by_blocks(runs.most, &blocks));
+            h.by_row = adapters(true).is_some() && rows(runs);
+            h.blocks = Some(blocks);
         }
-        ActivatePack {
-            rows: pairs,
-            width: self.width,
-            kind: self.activation,
-            gate_up: &gate_up.y,
-            ids,
-            aligned,
-            x: &x,
-            row_div,
-            w_unscale: gate_up.w_unscale,
-            h: &h,
+        let x = x;
+        let (weights, site, label) = (&self.gate_up, &adapters(false), "gate_up");
+        let gates = MatrixTile::direct_of(&caps, tile).is_some_and(|cut| cut.gates());
+        let reach = self.reach(&caps, t, weights, tile).filter(|_| gates && weights.whole() && self.activation.gated());
+        let leaves = match reach {
+            Some(reach) => Leaves::Activation(Gated { kind: self.activation, reach, h: &h }),
+            None => Leaves::Sums,
+        };
+        let in_blocks = if leaves_x { InBlocks::Leave } else { InBlocks::Read };
+        let product = Product { aligned, weights, x: &x, row_div, site, ids, runs, in_blocks, leaves, label };
+        let gate_up = self.product(rec, pass, t, &product)?;
+        if reach.is_none() {
+            ActivatePack {
+                rows: pairs,
+                width: self.width,
+                kind: self.activation,
+                gate_up: &gate_up.y,
+                ids,
+                aligned,
+                x: &x,
+                row_div,
+                w_unscale: gate_up.w_unscale,
+                h: &h,
+            }
+            .record(rec, pass)?;
         }
-        .record(rec, pass)?;
 
         let (weights, site, label) = (&self.down, &adapters(true), "expert y");
-        let y = self.product(rec, pass, t, &Product { aligned, weights, x: &h, row_div: 1, site, ids, runs, label })?;
+        let halves = self.reach(&caps, t, weights, tile).map(|reach| {
+            // The sums keep the power of two of the weights.
+            matrix::halves_exponent(reach + weights.magnitude.exponent().unwrap_or(0), weights.in_dim)
+        });
+        let leaves = halves.map_or(Leaves::Sums, Leaves::Halves);
+        let in_blocks = InBlocks::Read;
+        let product = Product { aligned, weights, x: &h, row_div: 1, site, ids, runs, in_blocks, leaves, label };
+        let y = self.product(rec, pass, t, &product)?;
         CombineTiles {
             tokens: t.tokens,
             top_k: a,
             hidden: d,
             y: &y.y,
+            halves,
             y_stride: y.y_stride,
             topk_weights: &routed.topk_weights,
             ids,
@@ -151,6 +186,17 @@ impl MoeLayer {
         let rows = align_capacity(pairs, self.experts, tile);
         let cut = MatrixTile::direct_of(caps, tile);
         t.lora.is_some_and(|(batch, ..)| batch.folded(weights, most, pairs) && batch.has_room(caps, cut, rows))
+    }
+
+    /// The power of two that bounds a product in tiles of `tile` pairs over the norm of a row of x: with a direct cut, adapters that it adds
+    /// itself, and weights and adapters whose bound says enough.
+    fn reach(&self, caps: &Capabilities, t: &MoeTensors<'_>, weights: &Weights, tile: usize) -> Option<i32> {
+        let norm = weights.magnitude.norm().filter(|_| MatrixTile::direct_of(caps, tile).is_some())?;
+        let adapters = t.lora.filter(|_| t.adapts_experts());
+        if adapters.is_some() && !self.folds(caps, t, weights, tile) {
+            return None;
+        }
+        matrix::reach_exponent(norm, adapters.map_or(0.0, |(batch, ..)| batch.reach))
     }
 
     /// The pairs in tiles of `tile` of an expert, whose products have `columns`; and runs of an expert and adapter, where some shrink
@@ -216,12 +262,17 @@ impl MoeLayer {
     ) -> Result<Products> {
         let Product { aligned, weights, x, row_div, label, .. } = *product;
         let rows = t.tokens * self.shape.top_k;
-        let exponent = weights.exponent.get().unwrap_or(0);
+        let exponent = weights.magnitude.exponent().unwrap_or(0);
         let y_stride = stride(weights);
-        let y = rec.scratch(label, (aligned.capacity * y_stride * 4) as u64)?;
+        let y = match &product.leaves {
+            Leaves::Activation(gated) => gated.h.view.clone(),
+            Leaves::Halves(_) => rec.scratch(label, (aligned.capacity * y_stride * 2) as u64)?,
+            Leaves::Sums => rec.scratch(label, (aligned.capacity * y_stride * 4) as u64)?,
+        };
         let matrix = |rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>, adapters: Option<&Folded<'_>>| {
             let (select, accumulate, y) = (Rows::Tiles(aligned), false, &y);
-            ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts: 1, adapters }
+            let leaves = product.leaves;
+            ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts: 1, adapters, leaves }
                 .record(rec, pass)
         };
         let (Some(site), Some((batch, _, factors))) = (product.site, t.lora) else {
@@ -239,7 +290,8 @@ impl MoeLayer {
             }
             Some(runs) => {
                 let w_scale = 2f32.powi(exponent);
-                LoraShrinkMatrix { rows, row_div, runs, max_rank, w_scale, site, factors, x, folded }
+                let blocks = x.blocks.as_ref().map(|blocks| (blocks, product.in_blocks));
+                LoraShrinkMatrix { rows, row_div, runs, max_rank, w_scale, site, factors, x, blocks, folded }
                     .record(rec, pass)?
             }
         };

@@ -60,7 +60,7 @@ pub(super) struct Run<'a> {
     /// First byte in the chunk, and bytes from row to row.
     pub at: usize,
     pub stride: usize,
-    /// Where the largest magnitude is wanted, and of which matrix these rows are.
+    /// Where the magnitude is wanted, and of which matrix these rows are.
     pub measured: Option<(Arc<Measured>, usize)>,
 }
 

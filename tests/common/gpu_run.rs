@@ -13,7 +13,7 @@ use wgmoe::Gpu;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::operands::Weights;
 use wgmoe::kernels::{Recording, View};
-use wgmoe::plan::matrix::{self, Exponent};
+use wgmoe::plan::matrix::{self, Magnitude};
 use wgmoe::plan::pieces::cut;
 
 /// Elements behind every output that no kernel may touch.
@@ -121,6 +121,7 @@ pub fn weights(
     });
     let pieces = pieces.collect();
     let largest: Vec<f32> = bytes.chunks((out * row).max(1)).map(|m| matrix::largest(dtype, m)).collect();
-    let exponent = Exponent::known(matrix::weight_exponent(dtype, &largest));
-    (Weights { dtype, count, out_dim: out, in_dim: inner, pieces, exponent }, dtype.decode(&bytes))
+    let norm = matrix::largest_norm(dtype, &bytes, inner);
+    let magnitude = Magnitude::known(matrix::weight_exponent(dtype, &largest), Some(norm).filter(|n| n.is_finite()));
+    (Weights { dtype, count, out_dim: out, in_dim: inner, pieces, magnitude }, dtype.decode(&bytes))
 }

@@ -176,6 +176,7 @@ pub struct OnDevice {
     tokens: usize,
     accumulate: bool,
     slots: Vec<i32>,
+    everyone: bool,
 }
 
 impl OnDevice {
@@ -193,6 +194,7 @@ impl OnDevice {
             tokens,
             accumulate: batch.residual.is_some(),
             slots,
+            everyone: batch.mapping.iter().all(|s| *s >= 0),
         }
     }
 
@@ -215,6 +217,8 @@ impl OnDevice {
                     used: held().collect(),
                     max_rank: held().map(|s| pool.max_rank(s)).max().unwrap_or(0),
                     folds: held().all(|s| pool.folds(s)),
+                    reach: held().map(|s| pool.reach(s)).fold(0.0, f32::max),
+                    everyone: self.everyone,
                     aligned: None,
                     matrix_runs: None,
                 };

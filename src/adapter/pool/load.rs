@@ -135,7 +135,7 @@ impl AdapterPool {
             self.release(*slot);
         }
         let mut held = Vec::with_capacity(self.places.len());
-        let mut folds = true;
+        let (mut folds, mut reach) = (true, 0f32);
         for (place, (image, buffer)) in plan.images.into_iter().zip(plan.buffers).enumerate() {
             let (layer, site) = self.places[place];
             let store = &mut self.layers[layer];
@@ -146,8 +146,9 @@ impl AdapterPool {
                 self.growths += 1;
             }
             let begin = store.take(site, image.words).expect("the plan made room");
-            let (entries, these_fold) = image.measured();
+            let (entries, these_fold, this_reach) = image.measured();
             folds &= these_fold;
+            reach = if reach >= this_reach { reach } else { this_reach };
             let new = Held { begin, words: image.words, entries };
             store.write(&self.gpu, site, &new, &image.bytes());
             store.publish(&self.gpu, site, plan.slot, &new);
@@ -158,7 +159,7 @@ impl AdapterPool {
         }
         let ranks = adapter.factors.iter().map(|f| f.rank + usize::from(f.bias.is_some()));
         let max_rank = ranks.max().unwrap_or(0);
-        self.slots[plan.slot] = Some(Slot { id, pins: 0, last_use: self.clock, max_rank, folds, held });
+        self.slots[plan.slot] = Some(Slot { id, pins: 0, last_use: self.clock, max_rank, folds, reach, held });
         plan.slot
     }
 }

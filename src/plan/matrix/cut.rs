@@ -110,7 +110,8 @@ impl MatrixTile {
         if x_ahead == 0 || !round.is_multiple_of(x_ahead) {
             return expected("x_ahead", &format!("a divisor of {round}"), x_ahead);
         }
-        let bytes = if dense { self.dense_workgroup_bytes() } else { self.workgroup_bytes() };
+        let strips = if self.gates() { self.subgroups() * 16 * 16 * 4 } else { 0 };
+        let bytes = if dense { self.dense_workgroup_bytes() } else { self.workgroup_bytes() + strips };
         let (bytes, room) = (bytes + self.folded_workgroup_bytes(), workgroup_bytes(edge));
         if bytes > room {
             return Err(format!(
@@ -151,9 +152,19 @@ impl MatrixTile {
         self.workgroup_bytes() + self.subgroups() * 16 * self.strip() * 4
     }
 
-    /// What adding adapters takes beside: a word a row, and 16 bytes a subgroup.
+    /// What adding adapters takes beside: a word a row, and 16 bytes a subgroup; of a direct cut nothing.
     pub fn folded_workgroup_bytes(&self) -> u32 {
-        self.height * 4 + self.subgroups() * 16
+        if self.direct { 0 } else { self.height * 4 + self.subgroups() * 16 }
+    }
+
+    /// Whether a direct product of gate and up with this cut can leave the activation for one of the same cut: each subgroup has blocks of
+    /// both, also where subgroups share out the columns, and all tiles together have whole steps of the next product.
+    pub fn gates(&self) -> bool {
+        let pair = 2 * EDGE;
+        self.direct
+            && self.sub_columns.is_multiple_of(pair)
+            && self.columns.is_multiple_of(pair * self.subgroups())
+            && (self.columns / 2).is_multiple_of(self.depth)
     }
 
     /// Blocks of 16 values in a row of x of a direct cut, padded to whole steps.

@@ -77,52 +77,129 @@ pub fn weight_exponent(dtype: DType, largest: &[f32]) -> Option<i32> {
     (most - least <= 18 && (-112..=126).contains(&(14 - most))).then_some(14 - most)
 }
 
-/// The [`weight_exponent`] of a stack, which is known once all of its weights have been read; its copies learn it, too.
-#[derive(Debug, Clone, Default)]
-pub struct Exponent(Arc<OnceLock<Option<i32>>>);
-
-impl Exponent {
-    /// One that is known.
-    pub fn known(exponent: Option<i32>) -> Self {
-        Self(Arc::new(OnceLock::from(exponent)))
+/// The sum of the squares of values, in f32 and in no particular order.
+fn squares(dtype: DType, bytes: &[u8]) -> f32 {
+    // As many sums side by side as a processor adds at once.
+    fn sum<const SIZE: usize>(bytes: &[u8], value: impl Fn([u8; SIZE]) -> f32) -> f32 {
+        let mut sums = [0f32; 16];
+        for values in bytes.chunks(16 * SIZE) {
+            for (sum, value_bytes) in sums.iter_mut().zip(values.as_chunks().0) {
+                let v = value(*value_bytes);
+                *sum += v * v;
+            }
+        }
+        sums.iter().sum()
     }
-
-    /// `None` also as long as it is not known: f32 arithmetic is right for all weights.
-    pub fn get(&self) -> Option<i32> {
-        self.0.get().copied().flatten()
+    match dtype {
+        DType::Bf16 => sum(bytes, |b| f32::from_bits(u32::from(u16::from_le_bytes(b)) << 16)),
+        DType::F16 => sum(bytes, |b| half::f16::from_le_bytes(b).to_f32()),
+        DType::F32 | DType::I32 => sum(bytes, f32::from_le_bytes),
     }
 }
 
-/// The largest magnitudes of a stack whose weights are read in parts, in any order and by several threads.
+/// The largest Euclidean norm among rows of `row_values` values.
+pub fn largest_norm(dtype: DType, bytes: &[u8], row_values: usize) -> f32 {
+    let rows = bytes.chunks((row_values * dtype.size()).max(1));
+    // What is no number is passed on.
+    rows.map(|row| squares(dtype, row)).fold(0f32, |a, v| if a >= v { a } else { v }).sqrt()
+}
+
+/// What a factor of an adapter, A `[R, depth]` and B `[out, R]`, can add to a value of its product, over the norm of the row of x: the
+/// norm of A as a whole, times that of the longest row of B, times the scale.
+pub fn factor_reach(dtype: [DType; 2], [a, b]: [&[u8]; 2], rank: usize, scale: f32) -> f32 {
+    squares(dtype[0], a).sqrt() * largest_norm(dtype[1], b, rank) * scale.abs()
+}
+
+/// How much larger adapters, or the largest matrix of a stack, may be than what they stand beside where one bound is for all: f16 has
+/// that much room below its largest values, twice and more.
+const UNEVEN: f32 = 16.0;
+
+/// The power of two that gate and up of a row of x stay below, over its norm: with weights of which no row has a norm above `norm`, and
+/// adapters that [`reach`](factor_reach) so far. `None` where that says too little of most values, for adapters much larger than the
+/// weights.
+pub fn reach_exponent(norm: f32, reach: f32) -> Option<i32> {
+    let most = norm + reach;
+    // What is no number is none of either.
+    (norm > 0.0 && reach <= UNEVEN * norm).then(|| (most * 1.01).log2().ceil() as i32)
+}
+
+/// The power of two that sums of a product are multiplied by as f16, where they lie below 2 to the `reach` over the norm of a packed row
+/// of `depth` values: to below 2^15.
+pub fn halves_exponent(reach: i32, depth: usize) -> i32 {
+    // No value exceeds 2^7.
+    let norm = ROW_EXPONENT + (depth as f32).sqrt().log2().ceil() as i32;
+    (15 - norm - reach).clamp(-120, 120)
+}
+
+/// The bound of the norms of the rows of a stack, by the largest of each matrix: `None` where one bound for all says too little of the
+/// smaller ones, or where squares leave the range of f32.
+fn bound_of_norms(norms: impl Iterator<Item = f32> + Clone) -> Option<f32> {
+    let held = norms.filter(|n| *n != 0.0);
+    if held.clone().any(|n| !(1e-15..1e15).contains(&n)) {
+        return None;
+    }
+    let most = held.clone().fold(0f32, f32::max);
+    held.fold(most, f32::min).ge(&(most / UNEVEN)).then_some(most)
+}
+
+/// How large the weights of a stack are, which is known once all of them have been read; its copies learn it, too.
+#[derive(Debug, Clone, Default)]
+pub struct Magnitude(Arc<OnceLock<(Option<i32>, Option<f32>)>>);
+
+impl Magnitude {
+    /// One that is known: the [`weight_exponent`], and what no row's norm exceeds. Without the latter stages that need it are done in
+    /// another way.
+    pub fn known(exponent: Option<i32>, norm: Option<f32>) -> Self {
+        Self(Arc::new(OnceLock::from((exponent, norm))))
+    }
+
+    /// The [`weight_exponent`]. `None` also as long as it is not known: f32 arithmetic is right for all weights.
+    pub fn exponent(&self) -> Option<i32> {
+        self.0.get()?.0
+    }
+
+    /// What the Euclidean norm of no row of any matrix exceeds. `None` where that is not known, or where matrices differ much in it.
+    pub fn norm(&self) -> Option<f32> {
+        self.0.get()?.1
+    }
+}
+
+/// The magnitudes of a stack whose weights are read in parts, in any order and by several threads.
 #[derive(Debug)]
 pub struct Measured {
     dtype: DType,
-    /// One for each matrix, as bits of f32: magnitudes order like them, and what is no number is above all numbers.
-    largest: Box<[AtomicU32]>,
-    exponent: Exponent,
+    row_values: usize,
+    /// The largest magnitude and the largest norm of a row, for each matrix, as bits of f32: they order like them, and what is no
+    /// number is above all numbers.
+    matrices: Box<[[AtomicU32; 2]]>,
+    magnitude: Magnitude,
 }
 
 impl Measured {
-    /// For `count` matrices of weights whose exponent depends on them; `None`, with what is known, for others.
-    pub fn new(dtype: DType, count: usize) -> (Option<Self>, Exponent) {
-        if dtype != DType::Bf16 {
-            return (None, Exponent::known(weight_exponent(dtype, &[])));
+    /// For `count` matrices with rows of `row_values` weights; `None`, with what is known, of types that this tier does not take.
+    pub fn new(dtype: DType, count: usize, row_values: usize) -> (Option<Self>, Magnitude) {
+        if !matches!(dtype, DType::Bf16 | DType::F16) {
+            return (None, Magnitude::known(weight_exponent(dtype, &[]), None));
         }
-        let exponent = Exponent::default();
-        let largest = (0..count).map(|_| AtomicU32::new(0)).collect();
-        (Some(Self { dtype, largest, exponent: exponent.clone() }), exponent)
+        let magnitude = Magnitude::default();
+        let matrices = (0..count).map(|_| [0, 0].map(AtomicU32::new)).collect();
+        (Some(Self { dtype, row_values, matrices, magnitude: magnitude.clone() }), magnitude)
     }
 
-    /// Takes a part of matrix `m`, zeros between rows included.
+    /// Takes whole rows of matrix `m`, zeros behind them included.
     pub fn add(&self, m: usize, bytes: &[u8]) {
-        self.largest[m].fetch_max(largest(self.dtype, bytes).to_bits(), Ordering::Relaxed);
+        let found = [largest(self.dtype, bytes), largest_norm(self.dtype, bytes, self.row_values)];
+        for (most, value) in self.matrices[m].iter().zip(found) {
+            most.fetch_max(value.to_bits() & 0x7fff_ffff, Ordering::Relaxed);
+        }
     }
 
     /// All parts have been added, by threads that have ended or handed over what they read.
     pub fn finish(&self) {
-        let largest: Vec<f32> = self.largest.iter().map(|v| f32::from_bits(v.load(Ordering::Relaxed))).collect();
+        let of = |i: usize| self.matrices.iter().map(move |m| f32::from_bits(m[i].load(Ordering::Relaxed)));
+        let largest: Vec<f32> = of(0).collect();
         // Set once: an uploader runs once.
-        let _ = self.exponent.0.set(weight_exponent(self.dtype, &largest));
+        let _ = self.magnitude.0.set((weight_exponent(self.dtype, &largest), bound_of_norms(of(1))));
     }
 }
 
@@ -143,19 +220,61 @@ mod tests {
         for stack in stacks {
             let largest: Vec<f32> =
                 stack.iter().map(|m| m.iter().fold(0.0, |a, v| if a > v.abs() { a } else { v.abs() })).collect();
-            let (measured, exponent) = Measured::new(DType::Bf16, stack.len());
+            let (measured, magnitude) = Measured::new(DType::Bf16, stack.len(), 1);
             let measured = measured.unwrap();
             for part in [1, 0] {
-                assert_eq!(exponent.get(), None, "not known before the end");
+                assert_eq!((magnitude.exponent(), magnitude.norm()), (None, None), "not known before the end");
                 for (m, values) in stack.iter().enumerate().rev() {
                     measured.add(m, &DType::Bf16.encode(&values[part..=part]));
                 }
             }
             measured.finish();
-            assert_eq!(exponent.get(), weight_exponent(DType::Bf16, &largest), "{stack:?}");
+            assert_eq!(magnitude.exponent(), weight_exponent(DType::Bf16, &largest), "{stack:?}");
         }
-        assert_eq!(Measured::new(DType::F16, 2).1.get(), Some(0));
-        assert_eq!(Measured::new(DType::F32, 2).1.get(), None);
+        assert!(Measured::new(DType::F32, 2, 1).0.is_none());
+        assert_eq!(Measured::new(DType::F32, 2, 1).1.exponent(), None);
+    }
+
+    #[test]
+    fn the_norms_of_rows_bound_what_they_add_up_to() {
+        let norm_of = |dtype: DType, matrices: &[&[f32]], row_values: usize| {
+            let (measured, magnitude) = Measured::new(dtype, matrices.len(), row_values);
+            let measured = measured.unwrap();
+            for (m, values) in matrices.iter().enumerate() {
+                measured.add(m, &dtype.encode(values));
+            }
+            measured.finish();
+            magnitude.norm()
+        };
+        for dtype in [DType::F16, DType::Bf16] {
+            assert_eq!(norm_of(dtype, &[&[1.0, 0.0, -3.0, 4.0], &[0.0; 4]], 2), Some(5.0));
+            // More values than are added side by side.
+            assert_eq!(norm_of(dtype, &[&[0.5; 400]], 100), Some(5.0));
+            assert_eq!(norm_of(dtype, &[&[1.0], &[16.0]], 1), Some(16.0));
+            assert_eq!(norm_of(dtype, &[&[1.0], &[17.0]], 1), None, "one of them is much smaller");
+            assert_eq!(norm_of(dtype, &[&[1.0, f32::NAN]], 1), None);
+            assert_eq!(norm_of(dtype, &[&[f32::INFINITY]], 1), None);
+            assert_eq!(norm_of(dtype, &[&[0.0; 4]], 2), Some(0.0));
+        }
+        assert_eq!(norm_of(DType::Bf16, &[&[1e30]], 1), None, "squares leave the range");
+        assert_eq!(norm_of(DType::Bf16, &[&[1e-30], &[1.0]], 1), Some(1.0), "what is beside others as good as 0");
+        let bytes = |values: &[f32]| DType::F32.encode(values);
+        let reach = factor_reach([DType::F32; 2], [&bytes(&[3.0, 4.0]), &bytes(&[6.0, 1.0])], 1, -0.5);
+        assert_eq!(reach, 5.0 * 6.0 * 0.5);
+    }
+
+    #[test]
+    fn a_bound_that_says_too_little_is_none() {
+        assert_eq!(reach_exponent(0.9, 0.0), Some(0));
+        assert_eq!(reach_exponent(1.0, 1.1), Some(2));
+        assert_eq!(reach_exponent(1.0, 16.0), Some(5));
+        assert_eq!(reach_exponent(1.0, 16.1), None);
+        assert_eq!(reach_exponent(0.0, 0.0), None);
+        assert_eq!(reach_exponent(1.0, f32::NAN), None);
+        assert_eq!(reach_exponent(1.0, f32::INFINITY), None);
+        // 768 values of 128 each have a norm of 3547, which is below 2^12.
+        assert_eq!(halves_exponent(0, 768), 3);
+        assert_eq!(halves_exponent(-200, 768), 120);
     }
 
     #[test]
