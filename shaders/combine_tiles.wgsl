@@ -1,6 +1,6 @@
 // out[t] = sum over k of w[t,k] y[t A + k], in the order of k, where y lies in the order of the tiles and keeps the powers of
-// two of h and of the weights, as `expert_gemm_matrix` leaves it. The rows of pairs that this rank does not hold are not
-// read: they were never written.{% if halves %} It comes as f16, times a power of two of its own.{% endif %} With `accumulate` the sum is added to out, which holds the residual.
+// two of h and of the weights, as `expert_gemm_matrix` leaves it. The rows of pairs that this rank does not hold were never
+// written: some other is read for them, and does not count.{% if halves %} It comes as f16, times a power of two of its own.{% endif %} With `accumulate` the sum is added to out, which holds the residual.
 enable f16;
 
 struct CombineTilesParams {
@@ -34,7 +34,7 @@ struct CombineTilesParams {
 {% include "shared/halves.wgsl" %}
 
 fn output(pair: u32, quad: u32) -> vec4<f32> {
-    let place = u32(aligned[params.places_base + pair]);
+    let place = select(0u, u32(aligned[params.places_base + pair]), ids[pair] >= 0);
     let unscale = power_of_two(-i32(h[params.exponents + pair].x));
     let read = y[place * params.y_quads + quad];
     {% if halves %}

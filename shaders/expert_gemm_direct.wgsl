@@ -2,7 +2,7 @@
 {% import "shared/matrix_sizes.wgsl" as size %}
 // Product y = W[e] x on cooperative matrices for many rows: what `expert_gemm_matrix` does for few. A workgroup owns {{ height }}
 // {{ "rows" if rows == "dense" else "pairs of one expert" }} and {{ columns }} output columns. Rows of x come as blocks (`pack`, `norm_pack`, `tile_rows`, `activation_blocks`,
-// `activation_pack`) that go from memory straight into matrices, {{ x_ahead * 16 }} of the inner dimension ahead. Only W passes through workgroup memory, as f16: so little
+// `activation_pack`, `lora_shrink_matrix`) that go from memory straight into matrices, {{ x_ahead * 16 }} of the inner dimension ahead. Only W passes through workgroup memory, as f16: so little
 // of that is taken that two workgroups fit a multiprocessor, of which one multiplies while the other one waits (`docs/EXPERIMENTS.md`, "What a multiprocessor holds").
 // Sums are f32.
 {% if gated %}

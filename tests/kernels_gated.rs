@@ -76,7 +76,7 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
     values.iter_mut().for_each(|v| *v *= size[1]);
     values[(EXPERTS - 1) * out * inner..].iter_mut().for_each(|v| *v *= smaller);
     let (w, decoded) = weights(gpu, dtype, [EXPERTS, out, inner], &values, u64::MAX);
-    let reach = reach_exponent(w.magnitude.norm().unwrap(), 0.0).unwrap();
+    let reach = reach_exponent(w.magnitude.norms().unwrap(), 0.0).unwrap();
 
     let (x_view, ids_view) = (upload(gpu, &x), upload(gpu, &ids));
     let (aligned, h) = run(gpu, |rec, pass| {
@@ -158,7 +158,7 @@ fn cases() -> Vec<Case> {
         for size in large.into_iter().filter(|_| kind != CLAMPED).chain([[1e-6, 1e-3], [1e6, 1e-7], [1e-7, 1e6]]) {
             cases.push(Case { kind, size, pairs: 300, inner: 24, ..CASE });
         }
-        cases.push(Case { kind, smaller: 0.1, ..CASE });
+        cases.push(Case { kind, smaller: 0.3, ..CASE });
     }
     cases
 }

@@ -128,7 +128,7 @@ fn check_tiles(gpu: &Gpu, case: &Case, tile: usize) -> Result<(), String> {
     let y = Output::new(gpu, align_capacity(pairs, experts, tile) * y_stride, UNWRITTEN_F32);
     // A direct cut leaves f16 as well, by a power of two that follows from a bound.
     let y_halves = Output::<u32>::new(gpu, align_capacity(pairs, experts, tile) * y_stride / 2, u32::MAX);
-    let reach = w.magnitude.norm().and_then(|norm| reach_exponent(norm, 0.0));
+    let reach = w.magnitude.norms().and_then(|norms| reach_exponent(norms, 0.0));
     let half_exponent = reach
         .filter(|_| MatrixTile::direct_of(gpu.capabilities(), tile).is_some())
         .map(|reach| matrix::halves_exponent(reach + w.magnitude.exponent().unwrap(), inner));

@@ -86,7 +86,7 @@ const DEVICES: [Known; 13] = {
 /// loads are kept ahead, columns of its strip, lanes of a subgroup.
 const DECIDED: &str = "\
 Apple M2, Metal      8x8x8     matrix    32 one   1  pairs 1 4 128 32 8 | tiles 4 4 128 32 8 | tiles 8 2 64 0 8 \
- | tiles 16 64 64 2 2 16 16 rests kept 16 32 | tiles 32 64 64 2 2 16 32 rests kept 32 32 | tiles 48 64 64 2 2 48 16 rests kept 16 32 | tiles 80 128 64 2 1 80 32 no-rests no-kept 32 32 | tiles 144 64 64 2 1 48 32 no-rests no-kept 32 32 | direct tiles 128 64 64 4 32 64 32
+ | tiles 16 64 64 2 2 16 16 rests kept 16 32 | tiles 32 64 64 2 2 16 32 rests kept 32 32 | tiles 48 64 64 2 2 48 16 rests kept 16 32 | tiles 80 128 64 2 1 80 32 no-rests no-kept 32 32 | tiles 144 64 64 2 1 48 32 no-rests no-kept 32 32 | direct tiles 128 128 64 4 32 128 32
 Apple A13, Metal     none      subgroup  64       2  pairs 1 1 64 0 4 | tiles 4 2 64 0 4 | tiles 8 2 64 0 4
 Arc A770, Vulkan     none      subgroup  64       1  pairs 1 1 64 0 4 | tiles 4 2 64 0 4 | tiles 8 2 64 0 4
 GTX 1060, Vulkan     none      subgroup  32 one   1  pairs 1 4 128 32 8 | tiles 4 4 128 32 8 | tiles 8 2 64 0 8

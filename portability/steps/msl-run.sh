@@ -20,7 +20,7 @@ on_matrices() {
     WGMOE_REPLAY=$1 "${cargo[@]}" test --locked "${@:2}" -- --ignored matrices_of_8
 }
 rm -rf "$WORK/replayed"
-on_matrices "$SHADERS" --test kernels_bench --test kernels_pack --test kernels_gemm --test kernels_lora --test kernels_attention --test layer
+on_matrices "$SHADERS" --test kernels_bench --test kernels_pack --test kernels_gemm --test kernels_gated --test kernels_lora --test kernels_attention --test layer
 sort -u "$WORK/replayed/ran.txt" | tee -a "$WORK/msl.txt" >"$WORK/msl-matrices.txt"
 # A matrix that is loaded the other way round must be found.
 rm -rf "$WORK/turned"

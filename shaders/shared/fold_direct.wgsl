@@ -96,7 +96,7 @@ for (var begin = 0u; begin < chunks; begin = begin + {{ depth // 16 }}u) {
     let chunk{{ q }} = begin + {{ q }}u;
     {% for g in range(own_groups) %}
     {
-        let u_chunk = clamp(chunk{{ q }}, own{{ g }}.b * slot_chunks, max(own{{ g }}.rank_type * slot_chunks, 1u) - 1u);
+        let u_chunk = min(max(chunk{{ q }}, own{{ g }}.b * slot_chunks), max(own{{ g }}.rank_type * slot_chunks, 1u) - 1u);
         {% if across %}
         let u_projection = first_projection + u_chunk % slot_chunks / rank_chunks;
         let u_place = u_chunk / slot_chunks * rank_chunks + u_chunk % rank_chunks;

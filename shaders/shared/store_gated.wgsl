@@ -31,7 +31,9 @@
         // Behind the end of a row stand zeros.
         let h_group = column / 8u + subgroup_lane % 2u;
         let real = h_group < params.h_groups;
-        h_blocks[(block * params.h_blocks + column / 16u) * 32u + subgroup_lane] = select(vec4<u32>(), words, real);
+        if (column / 16u < params.h_blocks) {
+            h_blocks[(block * params.h_blocks + column / 16u) * 32u + subgroup_lane] = select(vec4<u32>(), words, real);
+        }
         {% if by_row %}
         if (real && pair < params.rows) {
             let to = (pair * params.h_groups + h_group) * 2u;

@@ -154,6 +154,10 @@ impl Gated<'_> {
     fn cap(&self) -> i32 {
         // x sigmoid(a x) is not below -0.28 / a.
         let (alpha, limit) = constants(self.kind);
+        if alpha < 0.0 {
+            // It has no bound.
+            return i32::MAX;
+        }
         (limit.max(0.3 / alpha) * 1.01).log2().ceil() as i32
     }
 }
@@ -200,7 +204,9 @@ impl ExpertGemmMatrix<'_> {
         let gated = match &self.leaves {
             Leaves::Sums => None,
             Leaves::Halves(_) if direct_tiles && self.y_stride.is_multiple_of(8) => None,
-            Leaves::Activation(Gated { kind, h, .. }) if direct_tiles && kind.gated() && tile.gates() && w.whole() => {
+            Leaves::Activation(Gated { kind, h, .. })
+                if direct_tiles && kind.gated() && tile.gates() && w.whole() && h.blocks.is_some() =>
+            {
                 h.blocks.as_ref().map(|blocks| (*kind, *h, blocks))
             }
             _ => {

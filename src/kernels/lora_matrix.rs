@@ -4,7 +4,7 @@
 use crate::error::{Error, ErrorKind, Result};
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::lora::{Factors, LoraSite, Spans};
-use crate::kernels::pack::{Blocks, Packed};
+use crate::kernels::pack::{BLOCKS_AHEAD, Blocks, Packed};
 use crate::kernels::params::params;
 use crate::kernels::runs::Runs;
 use crate::kernels::{Recording, View};
@@ -48,12 +48,10 @@ impl InBlocks {
     pub const ALL: [Self; 3] = [Self::No, Self::Read, Self::Leave];
 }
 
-/// Blocks of x that a subgroup has loaded, and loads ahead.
-const BLOCKS_AHEAD: usize = 4;
-
-/// Whether a shrink of runs of `run` pairs reads x in the `blocks` of a direct product: long runs do, where rows end with whole rounds.
-pub fn by_blocks(run: usize, blocks: &Blocks) -> bool {
-    run > RUN && blocks.per_row.is_multiple_of(BLOCKS_AHEAD)
+/// Whether a shrink of runs of `run` pairs can read rows of `width` values in the `blocks` of a direct product, or leave them: long runs
+/// do, where rows of blocks end with the last round of a shrink.
+pub fn by_blocks(run: usize, blocks: &Blocks, width: usize) -> bool {
+    run > RUN && blocks.per_row == width.div_ceil(BLOCKS_AHEAD * EDGE as usize) * BLOCKS_AHEAD
 }
 
 /// Most pairs of the runs of a shrink: `pairs` of `buckets` virtual experts, and whether products add them (`folded`). Long runs must
@@ -204,10 +202,14 @@ impl LoraShrinkMatrix<'_> {
         if run != RUN && !(self.folded && run == LONG_RUN) {
             return Err(other_runs(run));
         }
-        let taken = self.blocks.filter(|(blocks, _)| self.folded && by_blocks(run, blocks));
+        let taken = self.blocks.filter(|(blocks, _)| self.folded && by_blocks(run, blocks, self.x.width));
         let in_blocks = taken.map_or(InBlocks::No, |(_, way)| way);
         let read = taken.filter(|_| in_blocks == InBlocks::Read).map(|(blocks, _)| blocks);
         let left = taken.filter(|_| in_blocks == InBlocks::Leave).map(|(blocks, _)| blocks);
+        if left.is_none() && self.blocks.is_some_and(|(_, way)| way == InBlocks::Leave) {
+            let message = format!("adapters on matrices: runs of {run} pairs leave no blocks of such rows");
+            return Err(Error::new(ErrorKind::Unsupported, message));
+        }
         if read.is_none() && !self.x.by_row {
             return Err(Error::new(ErrorKind::Unsupported, "adapters on matrices: x is packed as blocks alone"));
         }

@@ -20,7 +20,7 @@ pub struct Weights {
     /// The bindings.
     pub pieces: Vec<(Piece, View)>,
     /// How large the weights are, for the matrix tier: the power of two that brings them into the range of f16, or f32 arithmetic
-    /// only; and the norm of their longest row.
+    /// only; and the norms of their rows.
     pub magnitude: Magnitude,
 }
 

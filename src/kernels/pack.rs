@@ -90,10 +90,13 @@ pub struct Blocks {
     pub exponents: u32,
 }
 
+/// Blocks of a row that a shrink takes in a round, and loads ahead.
+pub(crate) const BLOCKS_AHEAD: usize = 4;
+
 impl Blocks {
     /// Bytes that products with a `cut`, and shrinks, load past the end of the last row.
     pub fn ahead_bytes(cut: &MatrixTile) -> usize {
-        (cut.x_ahead.max(4) * EDGE * EDGE * 2) as usize
+        (cut.x_ahead as usize).max(BLOCKS_AHEAD) * (EDGE * EDGE * 2) as usize
     }
 
     /// Room for `rows` rows of `width` values for products with a `cut`, and for as many exponents.

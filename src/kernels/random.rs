@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::kernels::linker::{Kernel, Vars, pipeline};
 use crate::kernels::params::params;
 use crate::kernels::{Recording, View, cover};
-use crate::plan::matrix::{Magnitude, weight_exponent};
+use crate::plan::matrix::{Magnitude, Norms, weight_exponent};
 
 /// The shader.
 pub static RANDOM: Kernel = Kernel { stem: "random", reads: 0, writes: 1 };
@@ -65,7 +65,9 @@ impl Random {
     /// What a stack of these weights with rows of `in_dim` has as its magnitude on the matrix tier.
     pub fn magnitude(&self, in_dim: usize) -> Magnitude {
         let exponent = weight_exponent(self.dtype, &[self.scale() * (255.0 / 256.0)]);
-        Magnitude::known(exponent, Some(self.scale() * (in_dim as f32).sqrt()))
+        let longest = self.scale() * (in_dim as f32).sqrt();
+        // Of values that are spread evenly the mean square is a third of the largest.
+        Magnitude::known(exponent, Some(Norms { longest, typical: longest / 3f32.sqrt() }))
     }
 
     /// Records `n` weights, a multiple of 8, from number `first` on.

@@ -106,7 +106,7 @@ impl MoeLayer {
             // The shrink leaves them where it reads the row of every pair.
             let blocks = Blocks::scratch(rec, "x in blocks", aligned.capacity, x.width, &cut)?;
             let everyone = t.lora.is_some_and(|(batch, ..)| batch.everyone) && adapters(false).is_some();
-            leaves_x = everyone && runs.is_some_and(|runs| lora_matrix::by_blocks(runs.most, &blocks));
+            leaves_x = everyone && runs.is_some_and(|runs| lora_matrix::by_blocks(runs.most, &blocks, x.width));
             x.blocks = Some(if leaves_x {
                 blocks
             } else {
@@ -114,7 +114,8 @@ impl MoeLayer {
             });
             let blocks = Blocks::scratch(rec, "h in blocks", aligned.capacity, self.width, &cut)?;
             // A shrink reads rows, or also blocks.
-            let rows = |runs: Option<&Runs>| runs.is_none_or(|runs| !lora_matrix::by_blocks(runs.most, &blocks));
+            let rows =
+                |runs: Option<&Runs>| runs.is_none_or(|runs| !lora_matrix::by_blocks(runs.most, &blocks, self.width));
             h.by_row = adapters(true).is_some() && rows(runs);
             h.blocks = Some(blocks);
         }
@@ -191,12 +192,12 @@ impl MoeLayer {
     /// The power of two that bounds a product in tiles of `tile` pairs over the norm of a row of x: with a direct cut, adapters that it adds
     /// itself, and weights and adapters whose bound says enough.
     fn reach(&self, caps: &Capabilities, t: &MoeTensors<'_>, weights: &Weights, tile: usize) -> Option<i32> {
-        let norm = weights.magnitude.norm().filter(|_| MatrixTile::direct_of(caps, tile).is_some())?;
+        let norms = weights.magnitude.norms().filter(|_| MatrixTile::direct_of(caps, tile).is_some())?;
         let adapters = t.lora.filter(|_| t.adapts_experts());
         if adapters.is_some() && !self.folds(caps, t, weights, tile) {
             return None;
         }
-        matrix::reach_exponent(norm, adapters.map_or(0.0, |(batch, ..)| batch.reach))
+        matrix::reach_exponent(norms, adapters.map_or(0.0, |(batch, ..)| batch.reach))
     }
 
     /// The pairs in tiles of `tile` of an expert, whose products have `columns`; and runs of an expert and adapter, where some shrink

@@ -13,7 +13,7 @@ use wgmoe::Gpu;
 use wgmoe::dtype::DType;
 use wgmoe::kernels::operands::Weights;
 use wgmoe::kernels::{Recording, View};
-use wgmoe::plan::matrix::{self, Magnitude};
+use wgmoe::plan::matrix::Measured;
 use wgmoe::plan::pieces::cut;
 
 /// Elements behind every output that no kernel may touch.
@@ -120,8 +120,10 @@ pub fn weights(
         (piece, upload(gpu, &part))
     });
     let pieces = pieces.collect();
-    let largest: Vec<f32> = bytes.chunks((out * row).max(1)).map(|m| matrix::largest(dtype, m)).collect();
-    let norm = matrix::largest_norm(dtype, &bytes, inner);
-    let magnitude = Magnitude::known(matrix::weight_exponent(dtype, &largest), Some(norm).filter(|n| n.is_finite()));
+    let (measured, magnitude) = Measured::new(dtype, count, inner);
+    if let Some(measured) = measured {
+        bytes.chunks((out * row).max(1)).enumerate().for_each(|(m, part)| measured.add(m, part));
+        measured.finish();
+    }
     (Weights { dtype, count, out_dim: out, in_dim: inner, pieces, magnitude }, dtype.decode(&bytes))
 }

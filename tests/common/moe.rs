@@ -218,7 +218,7 @@ impl OnDevice {
                     max_rank: held().map(|s| pool.max_rank(s)).max().unwrap_or(0),
                     folds: held().all(|s| pool.folds(s)),
                     reach: held().map(|s| pool.reach(s)).fold(0.0, f32::max),
-                    everyone: self.everyone,
+                    everyone: self.everyone && self.slots.iter().all(|s| (*s as usize) < pool.slots()),
                     aligned: None,
                     matrix_runs: None,
                 };

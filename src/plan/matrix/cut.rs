@@ -94,6 +94,14 @@ impl MatrixTile {
             if WIDTHS.into_iter().any(|width| !height.is_multiple_of(width)) {
                 return expected("height", &format!("a multiple of {} in a direct cut", WIDTHS[0]), height);
             }
+            // Who adds adapters knows of every so many rows which they have.
+            if sub_rows != EDGE && WIDTHS.into_iter().any(|width| !sub_rows.is_multiple_of(width)) {
+                return expected(
+                    "sub_rows",
+                    &format!("{EDGE} or a multiple of {} in a direct cut", WIDTHS[0]),
+                    sub_rows,
+                );
+            }
             // A tile of few rows is told by its second row of subgroups.
             if sub_rows == height {
                 return expected("sub_rows", &format!("less than the {height} rows in a direct cut"), sub_rows);
@@ -110,7 +118,8 @@ impl MatrixTile {
         if x_ahead == 0 || !round.is_multiple_of(x_ahead) {
             return expected("x_ahead", &format!("a divisor of {round}"), x_ahead);
         }
-        let strips = if self.gates() { self.subgroups() * 16 * 16 * 4 } else { 0 };
+        // A direct product in tiles may leave more than sums.
+        let strips = if direct { self.subgroups() * 16 * 16 * 4 } else { 0 };
         let bytes = if dense { self.dense_workgroup_bytes() } else { self.workgroup_bytes() + strips };
         let (bytes, room) = (bytes + self.folded_workgroup_bytes(), workgroup_bytes(edge));
         if bytes > room {
@@ -217,6 +226,10 @@ mod tests {
             (
                 MatrixTile { columns: 48, sub_columns: 48, ..DIRECT },
                 "`columns`: expected a multiple of 64 in a direct cut",
+            ),
+            (
+                MatrixTile { height: 96, sub_rows: 48, sub_columns: 64, ..DIRECT },
+                "`sub_rows`: expected 16 or a multiple of 32 in a direct cut, got 48",
             ),
             (MatrixTile { height: 32, ..DIRECT }, "`sub_rows`: expected less than the 32 rows in a direct cut"),
             (MatrixTile { rests: true, ..DIRECT }, "`rests`: expected false"),

@@ -1,7 +1,7 @@
 //! Which values the matrix tier takes as f16, and the powers of two that bring them there.
 
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use super::EDGE;
 use crate::dtype::DType;
@@ -97,30 +97,44 @@ fn squares(dtype: DType, bytes: &[u8]) -> f32 {
     }
 }
 
-/// The largest Euclidean norm among rows of `row_values` values.
-pub fn largest_norm(dtype: DType, bytes: &[u8], row_values: usize) -> f32 {
-    let rows = bytes.chunks((row_values * dtype.size()).max(1));
-    // What is no number is passed on.
-    rows.map(|row| squares(dtype, row)).fold(0f32, |a, v| if a >= v { a } else { v }).sqrt()
+/// The squares of the Euclidean norms of rows of `row_values` values.
+fn row_squares(dtype: DType, bytes: &[u8], row_values: usize) -> impl Iterator<Item = f32> {
+    bytes.chunks((row_values * dtype.size()).max(1)).map(move |row| squares(dtype, row))
+}
+
+/// The larger of two; what is no number stays.
+fn larger(a: f32, b: f32) -> f32 {
+    if a >= b { a } else { b }
 }
 
 /// What a factor of an adapter, A `[R, depth]` and B `[out, R]`, can add to a value of its product, over the norm of the row of x: the
 /// norm of A as a whole, times that of the longest row of B, times the scale.
 pub fn factor_reach(dtype: [DType; 2], [a, b]: [&[u8]; 2], rank: usize, scale: f32) -> f32 {
-    squares(dtype[0], a).sqrt() * largest_norm(dtype[1], b, rank) * scale.abs()
+    let longest = row_squares(dtype[1], b, rank).fold(0.0, larger).sqrt();
+    squares(dtype[0], a).sqrt() * longest * scale.abs()
 }
 
-/// How much larger adapters, or the largest matrix of a stack, may be than what they stand beside where one bound is for all: f16 has
-/// that much room below its largest values, twice and more.
-const UNEVEN: f32 = 16.0;
+/// The Euclidean norms of the rows of a stack.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Norms {
+    /// What that of no row exceeds.
+    pub longest: f32,
+    /// Their root mean square in the matrix where it is smallest, zeros left aside.
+    pub typical: f32,
+}
 
-/// The power of two that gate and up of a row of x stay below, over its norm: with weights of which no row has a norm above `norm`, and
-/// adapters that [`reach`](factor_reach) so far. `None` where that says too little of most values, for adapters much larger than the
-/// weights.
-pub fn reach_exponent(norm: f32, reach: f32) -> Option<i32> {
-    let most = norm + reach;
+/// How much further than a typical row of the weights a bound may be, adapters included. h = act(gate) · up takes its square, and f16 has
+/// 29 binary places of normal numbers, to which 2^-25 of the smallest is rounded beyond: of rows of thousands of values the inequality
+/// of Cauchy and Schwarz, twice, and rounding up to powers of two take about twelve below 2^7, this six more, and what is left of the
+/// largest value of a row is rounded to 14 places, when f16 itself has 11.
+const UNEVEN: f32 = 8.0;
+
+/// The power of two that a product of a row of x stays below, over the norm of that row: with weights of such norms, and adapters that
+/// [`reach`](factor_reach) so far. `None` where that says too little of most values.
+pub fn reach_exponent(norms: Norms, reach: f32) -> Option<i32> {
+    let most = norms.longest + reach;
     // What is no number is none of either.
-    (norm > 0.0 && reach <= UNEVEN * norm).then(|| (most * 1.01).log2().ceil() as i32)
+    (norms.typical > 0.0 && most <= UNEVEN * norms.typical).then(|| (most * 1.01).log2().ceil() as i32)
 }
 
 /// The power of two that sums of a product are multiplied by as f16, where they lie below 2 to the `reach` over the norm of a packed row
@@ -131,26 +145,15 @@ pub fn halves_exponent(reach: i32, depth: usize) -> i32 {
     (15 - norm - reach).clamp(-120, 120)
 }
 
-/// The bound of the norms of the rows of a stack, by the largest of each matrix: `None` where one bound for all says too little of the
-/// smaller ones, or where squares leave the range of f32.
-fn bound_of_norms(norms: impl Iterator<Item = f32> + Clone) -> Option<f32> {
-    let held = norms.filter(|n| *n != 0.0);
-    if held.clone().any(|n| !(1e-15..1e15).contains(&n)) {
-        return None;
-    }
-    let most = held.clone().fold(0f32, f32::max);
-    held.fold(most, f32::min).ge(&(most / UNEVEN)).then_some(most)
-}
-
 /// How large the weights of a stack are, which is known once all of them have been read; its copies learn it, too.
 #[derive(Debug, Clone, Default)]
-pub struct Magnitude(Arc<OnceLock<(Option<i32>, Option<f32>)>>);
+pub struct Magnitude(Arc<OnceLock<(Option<i32>, Option<Norms>)>>);
 
 impl Magnitude {
-    /// One that is known: the [`weight_exponent`], and what no row's norm exceeds. Without the latter stages that need it are done in
-    /// another way.
-    pub fn known(exponent: Option<i32>, norm: Option<f32>) -> Self {
-        Self(Arc::new(OnceLock::from((exponent, norm))))
+    /// One that is known: the [`weight_exponent`], and the norms of the rows. Without the latter stages that need them are done in another
+    /// way.
+    pub fn known(exponent: Option<i32>, norms: Option<Norms>) -> Self {
+        Self(Arc::new(OnceLock::from((exponent, norms))))
     }
 
     /// The [`weight_exponent`]. `None` also as long as it is not known: f32 arithmetic is right for all weights.
@@ -158,10 +161,21 @@ impl Magnitude {
         self.0.get()?.0
     }
 
-    /// What the Euclidean norm of no row of any matrix exceeds. `None` where that is not known, or where matrices differ much in it.
-    pub fn norm(&self) -> Option<f32> {
+    /// The norms of the rows of all matrices. `None` where they are not known, or their squares leave the range of f32.
+    pub fn norms(&self) -> Option<Norms> {
         self.0.get()?.1
     }
+}
+
+/// What has been found of one matrix.
+#[derive(Debug, Default)]
+struct Found {
+    /// The largest magnitude, and the largest square of a row's norm, as bits of f32: they order like them, and what is no number is above
+    /// all numbers.
+    largest: AtomicU32,
+    longest: AtomicU32,
+    /// Rows that are not zeros, and the sum of the squares of their norms.
+    rows: Mutex<(f64, f64)>,
 }
 
 /// The magnitudes of a stack whose weights are read in parts, in any order and by several threads.
@@ -169,9 +183,7 @@ impl Magnitude {
 pub struct Measured {
     dtype: DType,
     row_values: usize,
-    /// The largest magnitude and the largest norm of a row, for each matrix, as bits of f32: they order like them, and what is no
-    /// number is above all numbers.
-    matrices: Box<[[AtomicU32; 2]]>,
+    matrices: Box<[Found]>,
     magnitude: Magnitude,
 }
 
@@ -182,24 +194,39 @@ impl Measured {
             return (None, Magnitude::known(weight_exponent(dtype, &[]), None));
         }
         let magnitude = Magnitude::default();
-        let matrices = (0..count).map(|_| [0, 0].map(AtomicU32::new)).collect();
+        let matrices = (0..count).map(|_| Found::default()).collect();
         (Some(Self { dtype, row_values, matrices, magnitude: magnitude.clone() }), magnitude)
     }
 
     /// Takes whole rows of matrix `m`, zeros behind them included.
     pub fn add(&self, m: usize, bytes: &[u8]) {
-        let found = [largest(self.dtype, bytes), largest_norm(self.dtype, bytes, self.row_values)];
-        for (most, value) in self.matrices[m].iter().zip(found) {
-            most.fetch_max(value.to_bits() & 0x7fff_ffff, Ordering::Relaxed);
+        let found = &self.matrices[m];
+        let (mut longest, mut rows, mut total) = (0f32, 0f64, 0f64);
+        for squares in row_squares(self.dtype, bytes, self.row_values).filter(|squares| *squares != 0.0) {
+            longest = larger(longest, squares);
+            (rows, total) = (rows + 1.0, total + f64::from(squares));
+        }
+        found.largest.fetch_max(largest(self.dtype, bytes).to_bits() & 0x7fff_ffff, Ordering::Relaxed);
+        found.longest.fetch_max(longest.to_bits() & 0x7fff_ffff, Ordering::Relaxed);
+        // Nothing panics while it is held.
+        if let Ok(mut held) = found.rows.lock() {
+            *held = (held.0 + rows, held.1 + total);
         }
     }
 
     /// All parts have been added, by threads that have ended or handed over what they read.
     pub fn finish(&self) {
-        let of = |i: usize| self.matrices.iter().map(move |m| f32::from_bits(m[i].load(Ordering::Relaxed)));
-        let largest: Vec<f32> = of(0).collect();
+        let value = |bits: &AtomicU32| f32::from_bits(bits.load(Ordering::Relaxed));
+        let largest: Vec<f32> = self.matrices.iter().map(|found| value(&found.largest)).collect();
+        let longest = self.matrices.iter().map(|found| value(&found.longest)).fold(0.0, larger).sqrt();
+        let typical = |found: &Found| {
+            let (rows, total) = found.rows.lock().map_or((0.0, 0.0), |held| *held);
+            (rows > 0.0).then(|| (total / rows).sqrt() as f32)
+        };
+        let typical = self.matrices.iter().filter_map(typical).fold(f32::INFINITY, f32::min);
+        let norms = (1e-15..1e15).contains(&longest).then_some(Norms { longest, typical });
         // Set once: an uploader runs once.
-        let _ = self.magnitude.0.set((weight_exponent(self.dtype, &largest), bound_of_norms(of(1))));
+        let _ = self.magnitude.0.set((weight_exponent(self.dtype, &largest), norms));
     }
 }
 
@@ -223,7 +250,7 @@ mod tests {
             let (measured, magnitude) = Measured::new(DType::Bf16, stack.len(), 1);
             let measured = measured.unwrap();
             for part in [1, 0] {
-                assert_eq!((magnitude.exponent(), magnitude.norm()), (None, None), "not known before the end");
+                assert_eq!((magnitude.exponent(), magnitude.norms()), (None, None), "not known before the end");
                 for (m, values) in stack.iter().enumerate().rev() {
                     measured.add(m, &DType::Bf16.encode(&values[part..=part]));
                 }
@@ -236,28 +263,31 @@ mod tests {
     }
 
     #[test]
-    fn the_norms_of_rows_bound_what_they_add_up_to() {
-        let norm_of = |dtype: DType, matrices: &[&[f32]], row_values: usize| {
+    fn the_norms_of_rows_are_measured_by_matrix() {
+        let norms = |dtype: DType, matrices: &[&[f32]], row_values: usize| {
             let (measured, magnitude) = Measured::new(dtype, matrices.len(), row_values);
             let measured = measured.unwrap();
             for (m, values) in matrices.iter().enumerate() {
-                measured.add(m, &dtype.encode(values));
+                // In two parts, and zeros behind them.
+                let half = values.len() / row_values / 2 * row_values;
+                for part in [&values[..half], &values[half..], &vec![0.0; row_values]] {
+                    measured.add(m, &dtype.encode(part));
+                }
             }
             measured.finish();
-            magnitude.norm()
+            magnitude.norms().map(|Norms { longest, typical }| (longest, typical))
         };
         for dtype in [DType::F16, DType::Bf16] {
-            assert_eq!(norm_of(dtype, &[&[1.0, 0.0, -3.0, 4.0], &[0.0; 4]], 2), Some(5.0));
+            assert_eq!(norms(dtype, &[&[0.0, 1.0, -3.0, 4.0], &[0.0; 4]], 2), Some((5.0, 13f32.sqrt())));
             // More values than are added side by side.
-            assert_eq!(norm_of(dtype, &[&[0.5; 400]], 100), Some(5.0));
-            assert_eq!(norm_of(dtype, &[&[1.0], &[16.0]], 1), Some(16.0));
-            assert_eq!(norm_of(dtype, &[&[1.0], &[17.0]], 1), None, "one of them is much smaller");
-            assert_eq!(norm_of(dtype, &[&[1.0, f32::NAN]], 1), None);
-            assert_eq!(norm_of(dtype, &[&[f32::INFINITY]], 1), None);
-            assert_eq!(norm_of(dtype, &[&[0.0; 4]], 2), Some(0.0));
+            assert_eq!(norms(dtype, &[&[0.5; 400]], 100), Some((5.0, 5.0)));
+            assert_eq!(norms(dtype, &[&[2.0; 2], &[16.0; 2]], 1), Some((16.0, 2.0)));
+            assert_eq!(norms(dtype, &[&[1.0, f32::NAN]], 1), None);
+            assert_eq!(norms(dtype, &[&[f32::INFINITY]], 1), None);
+            assert_eq!(norms(dtype, &[&[0.0; 4]], 2), None);
         }
-        assert_eq!(norm_of(DType::Bf16, &[&[1e30]], 1), None, "squares leave the range");
-        assert_eq!(norm_of(DType::Bf16, &[&[1e-30], &[1.0]], 1), Some(1.0), "what is beside others as good as 0");
+        assert_eq!(norms(DType::Bf16, &[&[1e30]], 1), None, "squares leave the range");
+        assert_eq!(norms(DType::Bf16, &[&[1e-30], &[1.0]], 1), Some((1.0, 1.0)), "beside others as good as zeros");
         let bytes = |values: &[f32]| DType::F32.encode(values);
         let reach = factor_reach([DType::F32; 2], [&bytes(&[3.0, 4.0]), &bytes(&[6.0, 1.0])], 1, -0.5);
         assert_eq!(reach, 5.0 * 6.0 * 0.5);
@@ -265,13 +295,12 @@ mod tests {
 
     #[test]
     fn a_bound_that_says_too_little_is_none() {
-        assert_eq!(reach_exponent(0.9, 0.0), Some(0));
-        assert_eq!(reach_exponent(1.0, 1.1), Some(2));
-        assert_eq!(reach_exponent(1.0, 16.0), Some(5));
-        assert_eq!(reach_exponent(1.0, 16.1), None);
-        assert_eq!(reach_exponent(0.0, 0.0), None);
-        assert_eq!(reach_exponent(1.0, f32::NAN), None);
-        assert_eq!(reach_exponent(1.0, f32::INFINITY), None);
+        let of = |longest: f32, typical: f32, reach: f32| reach_exponent(Norms { longest, typical }, reach);
+        assert_eq!([of(0.9, 0.5, 0.0), of(1.0, 1.0, 1.1), of(1.0, 1.0, 7.0)], [Some(0), Some(2), Some(4)]);
+        // Adapters that are much larger than the weights; a row that is much longer than others; both in part.
+        assert_eq!([of(1.0, 1.0, 7.1), of(8.1, 1.0, 0.0), of(4.0, 1.0, 4.1)], [None; 3]);
+        assert_eq!([of(1.0, 1.0, f32::NAN), of(1.0, 1.0, f32::INFINITY), of(f32::NAN, 1.0, 0.0)], [None; 3]);
+        assert_eq!([of(1.0, f32::NAN, 0.0), of(0.0, 0.0, 0.0)], [None; 2]);
         // 768 values of 128 each have a norm of 3547, which is below 2^12.
         assert_eq!(halves_exponent(0, 768), 3);
         assert_eq!(halves_exponent(-200, 768), 120);
