@@ -6,30 +6,7 @@
 {% set u_loads = (height + at_once - 1) // at_once %}
 {% set b_loads = (columns + at_once - 1) // at_once %}
 {% include "shared/tile_slots.wgsl" %}
-let y_begin = params.out_begin + first_column;
-// The projection whose columns this tile has{% if across %}, or the first of several{% endif %}, and chunks of 16 ranks.
-var first_projection = 0u;
-{% if across %}
-let y_end = params.out_begin + min(first_column + {{ columns }}u, {{ size.out_rows }});
-var projections = 1u;
-{% endif %}
-for (var i = 1u; i < params.projections; i = i + 1u) {
-    if (params.span_begin[i] <= y_begin) {
-        first_projection = i;
-        {% if across %}
-        projections = 1u;
-    } else if (params.span_begin[i] < y_end) {
-        projections = projections + 1u;
-        {% endif %}
-    }
-}
-{% if across %}
-if (params.step > 1u) {
-    // They alternate.
-    first_projection = 0u;
-    projections = params.projections;
-}
-{% endif %}
+{% include "shared/tile_projections.wgsl" %}
 let slot_chunks = {% if across %}projections * {% endif %}(params.max_rank / 16u);
 let chunks = used_slots * slot_chunks;
 // A lane has one group of eight ranks: in {{ u_loads }} rows of u, and in {{ b_loads }} columns of B.

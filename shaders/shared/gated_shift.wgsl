@@ -1,7 +1,6 @@
 // The power of two of a row of h = act(gate) * up, known before any of it is: a row of x has a norm below 2^`norm` times 2^-`power`, and
-// a row of gate or up, adapters included, one below 2^`params.reach`. So neither exceeds the product of both, and h, for no activation
-// exceeds its argument, not their square. It comes to below 2^7, as where its largest value is known (`row_shift`): from there f16 has
-// 21 binary places above what is left of its smallest numbers, of which a bound that is far off takes some.
+// a row of gate or up, adapters included, one below 2^`params.reach`. So no gate or up exceeds the product of both, and no h its square,
+// for no activation exceeds its argument. h comes to below 2^7, as where its largest value is known (`row_shift`).
 fn gated_shift(norm: i32, power: i32) -> i32 {
     let most = norm - power + params.reach;
     {% if kind == "swiglu_clamped" %}

@@ -121,6 +121,7 @@ const SOURCES: &[(&str, &str)] = sources![
     "shared/store_rows.wgsl",
     "shared/fold_scan.wgsl",
     "shared/tile_slots.wgsl",
+    "shared/tile_projections.wgsl",
     "shared/fold.wgsl",
     "shared/fold_direct.wgsl",
     "shared/gated_shift.wgsl",

@@ -1,9 +1,11 @@
 //! The matrix tier: what a device needs for it, how its products are cut, which cut one takes, and which values lie in its range.
 
+mod bound;
 mod cut;
 mod cuts;
 mod range;
 
+pub use bound::*;
 pub use cut::*;
 pub use cuts::*;
 pub use range::*;

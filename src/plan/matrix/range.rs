@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use super::EDGE;
+use super::bound::{Norms, larger, row_squares};
 use crate::dtype::DType;
 
 /// Rows of x are packed with magnitudes below 2 to this power.
@@ -75,74 +76,6 @@ pub fn weight_exponent(dtype: DType, largest: &[f32]) -> Option<i32> {
     }
     // 29 binary places from 2^14 down to f16's last normal number; a matrix needs about ten of them.
     (most - least <= 18 && (-112..=126).contains(&(14 - most))).then_some(14 - most)
-}
-
-/// The sum of the squares of values, in f32 and in no particular order.
-fn squares(dtype: DType, bytes: &[u8]) -> f32 {
-    // As many sums side by side as a processor adds at once.
-    fn sum<const SIZE: usize>(bytes: &[u8], value: impl Fn([u8; SIZE]) -> f32) -> f32 {
-        let mut sums = [0f32; 16];
-        for values in bytes.chunks(16 * SIZE) {
-            for (sum, value_bytes) in sums.iter_mut().zip(values.as_chunks().0) {
-                let v = value(*value_bytes);
-                *sum += v * v;
-            }
-        }
-        sums.iter().sum()
-    }
-    match dtype {
-        DType::Bf16 => sum(bytes, |b| f32::from_bits(u32::from(u16::from_le_bytes(b)) << 16)),
-        DType::F16 => sum(bytes, |b| half::f16::from_le_bytes(b).to_f32()),
-        DType::F32 | DType::I32 => sum(bytes, f32::from_le_bytes),
-    }
-}
-
-/// The squares of the Euclidean norms of rows of `row_values` values.
-fn row_squares(dtype: DType, bytes: &[u8], row_values: usize) -> impl Iterator<Item = f32> {
-    bytes.chunks((row_values * dtype.size()).max(1)).map(move |row| squares(dtype, row))
-}
-
-/// The larger of two; what is no number stays.
-fn larger(a: f32, b: f32) -> f32 {
-    if a >= b { a } else { b }
-}
-
-/// What a factor of an adapter, A `[R, depth]` and B `[out, R]`, can add to a value of its product, over the norm of the row of x: the
-/// norm of A as a whole, times that of the longest row of B, times the scale.
-pub fn factor_reach(dtype: [DType; 2], [a, b]: [&[u8]; 2], rank: usize, scale: f32) -> f32 {
-    let longest = row_squares(dtype[1], b, rank).fold(0.0, larger).sqrt();
-    squares(dtype[0], a).sqrt() * longest * scale.abs()
-}
-
-/// The Euclidean norms of the rows of a stack.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Norms {
-    /// What that of no row exceeds.
-    pub longest: f32,
-    /// Their root mean square in the matrix where it is smallest, zeros left aside.
-    pub typical: f32,
-}
-
-/// How much further than a typical row of the weights a bound may be, adapters included. h = act(gate) · up takes its square, and f16 has
-/// 29 binary places of normal numbers, to which 2^-25 of the smallest is rounded beyond: of rows of thousands of values the inequality
-/// of Cauchy and Schwarz, twice, and rounding up to powers of two take about twelve below 2^7, this six more, and what is left of the
-/// largest value of a row is rounded to 14 places, when f16 itself has 11.
-const UNEVEN: f32 = 8.0;
-
-/// The power of two that a product of a row of x stays below, over the norm of that row: with weights of such norms, and adapters that
-/// [`reach`](factor_reach) so far. `None` where that says too little of most values.
-pub fn reach_exponent(norms: Norms, reach: f32) -> Option<i32> {
-    let most = norms.longest + reach;
-    // What is no number is none of either.
-    (norms.typical > 0.0 && most <= UNEVEN * norms.typical).then(|| (most * 1.01).log2().ceil() as i32)
-}
-
-/// The power of two that sums of a product are multiplied by as f16, where they lie below 2 to the `reach` over the norm of a packed row
-/// of `depth` values: to below 2^15.
-pub fn halves_exponent(reach: i32, depth: usize) -> i32 {
-    // No value exceeds 2^7.
-    let norm = ROW_EXPONENT + (depth as f32).sqrt().log2().ceil() as i32;
-    (15 - norm - reach).clamp(-120, 120)
 }
 
 /// How large the weights of a stack are, which is known once all of them have been read; its copies learn it, too.
@@ -288,22 +221,6 @@ mod tests {
         }
         assert_eq!(norms(DType::Bf16, &[&[1e30]], 1), None, "squares leave the range");
         assert_eq!(norms(DType::Bf16, &[&[1e-30], &[1.0]], 1), Some((1.0, 1.0)), "beside others as good as zeros");
-        let bytes = |values: &[f32]| DType::F32.encode(values);
-        let reach = factor_reach([DType::F32; 2], [&bytes(&[3.0, 4.0]), &bytes(&[6.0, 1.0])], 1, -0.5);
-        assert_eq!(reach, 5.0 * 6.0 * 0.5);
-    }
-
-    #[test]
-    fn a_bound_that_says_too_little_is_none() {
-        let of = |longest: f32, typical: f32, reach: f32| reach_exponent(Norms { longest, typical }, reach);
-        assert_eq!([of(0.9, 0.5, 0.0), of(1.0, 1.0, 1.1), of(1.0, 1.0, 7.0)], [Some(0), Some(2), Some(4)]);
-        // Adapters that are much larger than the weights; a row that is much longer than others; both in part.
-        assert_eq!([of(1.0, 1.0, 7.1), of(8.1, 1.0, 0.0), of(4.0, 1.0, 4.1)], [None; 3]);
-        assert_eq!([of(1.0, 1.0, f32::NAN), of(1.0, 1.0, f32::INFINITY), of(f32::NAN, 1.0, 0.0)], [None; 3]);
-        assert_eq!([of(1.0, f32::NAN, 0.0), of(0.0, 0.0, 0.0)], [None; 2]);
-        // 768 values of 128 each have a norm of 3547, which is below 2^12.
-        assert_eq!(halves_exponent(0, 768), 3);
-        assert_eq!(halves_exponent(-200, 768), 120);
     }
 
     #[test]
