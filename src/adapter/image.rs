@@ -7,7 +7,7 @@ use crate::adapter::cut::Cut;
 use crate::adapter::sites::PoolSites;
 use crate::adapter::{Adapter, Factor, Matrix, Site};
 use crate::dtype::DType;
-use crate::plan::matrix::{factor_exponent, factor_reach, largest_magnitude};
+use crate::plan::matrix::{factor_exponent, factor_reach, larger, largest_magnitude};
 
 /// Bytes of a pool word: what an index entry counts in.
 pub(crate) const WORD: u64 = 16;
@@ -102,8 +102,7 @@ impl<'a> Image<'a> {
             if factor.site.of_expert() {
                 let Factor { a, b, rank, scale, .. } = *factor;
                 let own = factor_reach([a.dtype, b.dtype], [&a.bytes, &b.bytes], *rank, *scale);
-                // What is no number stays.
-                reach = if reach >= own { reach } else { own };
+                reach = larger(reach, own);
             }
             entry
         };

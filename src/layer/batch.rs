@@ -49,8 +49,7 @@ impl LoraBatch {
             slots: pool.slots(),
             max_rank: max_rank.next_multiple_of(8),
             folds: used.iter().all(|slot| pool.folds(*slot)),
-            // What is no number stays.
-            reach: used.iter().map(|slot| pool.reach(*slot)).fold(0.0, |a, v| if a >= v { a } else { v }),
+            reach: used.iter().map(|slot| pool.reach(*slot)).fold(0.0, matrix::larger),
             everyone: slots.iter().all(|slot| usize::try_from(*slot).is_ok_and(|slot| slot < pool.slots())),
             used,
             aligned: None,

@@ -7,6 +7,7 @@ use crate::adapter::room::{Bounds, Refusal, SiteRoom, capacities};
 use crate::adapter::sites::PoolSites;
 use crate::adapter::store::Held;
 use crate::error::{Error, ErrorKind, Result};
+use crate::plan::matrix::larger;
 
 /// How a load will go, decided and provided for before anything changes.
 pub(super) struct Plan<'a> {
@@ -148,7 +149,7 @@ impl AdapterPool {
             let begin = store.take(site, image.words).expect("the plan made room");
             let (entries, these_fold, this_reach) = image.measured();
             folds &= these_fold;
-            reach = if reach >= this_reach { reach } else { this_reach };
+            reach = larger(reach, this_reach);
             let new = Held { begin, words: image.words, entries };
             store.write(&self.gpu, site, &new, &image.bytes());
             store.publish(&self.gpu, site, plan.slot, &new);

@@ -28,9 +28,9 @@ pub(super) fn row_squares(dtype: DType, bytes: &[u8], row_values: usize) -> impl
     bytes.chunks((row_values * dtype.size()).max(1)).map(move |row| squares(dtype, row))
 }
 
-/// The larger of two; what is no number stays.
-pub(super) fn larger(a: f32, b: f32) -> f32 {
-    if a >= b { a } else { b }
+/// The larger of two; what is no number stays, on whichever side it stands.
+pub(crate) fn larger(a: f32, b: f32) -> f32 {
+    if a >= b || a.is_nan() { a } else { b }
 }
 
 /// What a factor of an adapter, A `[R, depth]` and B `[out, R]`, can add to a value of its product, over the norm of the row of x: the
@@ -80,6 +80,9 @@ mod tests {
         let bytes = |values: &[f32]| DType::F32.encode(values);
         let reach = factor_reach([DType::F32; 2], [&bytes(&[3.0, 4.0]), &bytes(&[6.0, 1.0])], 1, -0.5);
         assert_eq!(reach, 5.0 * 6.0 * 0.5);
+        // A row that is no number is not forgotten behind one that is.
+        let reach = factor_reach([DType::F32; 2], [&bytes(&[3.0, 4.0]), &bytes(&[f32::NAN, 1.0])], 1, 0.5);
+        assert!(reach.is_nan(), "{reach}");
     }
 
     #[test]

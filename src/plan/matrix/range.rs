@@ -216,6 +216,7 @@ mod tests {
             assert_eq!(norms(dtype, &[&[0.5; 400]], 100), Some((5.0, 5.0)));
             assert_eq!(norms(dtype, &[&[2.0; 2], &[16.0; 2]], 1), Some((16.0, 2.0)));
             assert_eq!(norms(dtype, &[&[1.0, f32::NAN]], 1), None);
+            assert_eq!(norms(dtype, &[&[f32::NAN, 1.0, 1.0, 1.0]], 1), None);
             assert_eq!(norms(dtype, &[&[f32::INFINITY]], 1), None);
             assert_eq!(norms(dtype, &[&[0.0; 4]], 2), None);
         }
