@@ -221,7 +221,6 @@ fn main(
     let counts{{ i }} = row{{ i }} < {{ height }}u && part == 0u;
     {% endfor %}
     {% set scans = x_loads %}
-    {% set keeps_rows = true %}
     {% include "shared/fold_scan.wgsl" %}
     {% endif %}
     for (var step = {{ "first_step" if parted else "0u" }}; step < {{ "end_step" if parted else "steps" }}; step = step + {{ ahead }}u) {

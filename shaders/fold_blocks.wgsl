@@ -68,7 +68,6 @@ fn main(
     let scan0 = lane;
     let counts0 = true;
     {% set scans = 1 %}
-    {% set keeps_rows = true %}
     {% include "shared/fold_scan.wgsl" %}
     workgroupBarrier();
     {% include "shared/tile_slots.wgsl" %}

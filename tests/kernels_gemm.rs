@@ -277,20 +277,9 @@ fn sum_of_parts(gpu: &Gpu, x: &View, weights: &Weights, [rows, out, inner]: [usi
         let x = &pack(rec, pass, ["packed"; 2], x, [rows, inner], form)?;
         let (select, y, row_div, accumulate, adapters) = (Rows::Dense, &parts.view, 1, false, None);
         let (y_stride, parts) = (out, DEPTH_PARTS);
-        ExpertGemmMatrix {
-            rows,
-            row_div,
-            select,
-            x,
-            weights,
-            y,
-            y_stride,
-            accumulate,
-            parts,
-            adapters,
-            leaves: Leaves::Sums,
-        }
-        .record(rec, pass)
+        let leaves = Leaves::Sums;
+        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts, adapters, leaves }
+            .record(rec, pass)
     });
     let parts = parts.read(gpu);
     let of = |at: usize| parts[at..].iter().step_by(rows * out).sum();

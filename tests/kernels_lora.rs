@@ -648,20 +648,9 @@ fn check_folded(
         if tile.is_none() && packed.by_row && pairs > 8 {
             let (rows, x, weights, y, accumulate, parts) = (pairs, &packed, &w, &in_parts.view, false, DEPTH_PARTS);
             let adapters = Some(&folded);
-            ExpertGemmMatrix {
-                rows,
-                row_div,
-                select,
-                x,
-                weights,
-                y,
-                y_stride,
-                accumulate,
-                parts,
-                adapters,
-                leaves: Leaves::Sums,
-            }
-            .record(rec, pass)?;
+            let leaves = Leaves::Sums;
+            ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts, adapters, leaves }
+                .record(rec, pass)?;
         }
         Ok((aligned, packed))
     });

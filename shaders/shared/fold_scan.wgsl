@@ -1,5 +1,5 @@
-// Which row of the tile has which slot, and its pair: found while the first loads are on their way, and kept where it takes
-// no registers from the products. `pair0`.. are the pairs of this invocation's `scans` rows, `scan0`.., of which those past the tile
+// Which row of the tile has which slot, and its pair: found while the first loads are on their way, and kept in workgroup memory, where
+// it takes no registers from the products. `pair0`.. are the pairs of this invocation's `scans` rows, `scan0`.., of which those past the tile
 // and all but one of a row's invocations do not count (`counts0`..).
 var own_slots = vec4<u32>();
 {% for i in range(scans) %}
@@ -12,9 +12,7 @@ if (counts{{ i }}) {
         slot = u32(mapped{{ i }});
         own_slots[slot / 32u] = own_slots[slot / 32u] | (1u << (slot % 32u));
     }
-    {% if keeps_rows %}
     row_words[scan{{ i }}] = (slot << 24u) | (pair{{ i }} & 0xffffffu);
-    {% endif %}
 }
 {% endfor %}
 slot_bits[subgroup] = subgroupOr(own_slots);

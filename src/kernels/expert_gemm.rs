@@ -194,19 +194,8 @@ impl ExpertGemm<'_> {
     ) -> Result<()> {
         let Self { rows, row_div, select, weights, y, y_stride, accumulate, .. } = *self;
         let adapters = None;
-        ExpertGemmMatrix {
-            rows,
-            row_div,
-            select,
-            x,
-            weights,
-            y,
-            y_stride,
-            accumulate,
-            parts,
-            adapters,
-            leaves: Leaves::Sums,
-        }
-        .record(rec, pass)
+        let leaves = Leaves::Sums;
+        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts, adapters, leaves }
+            .record(rec, pass)
     }
 }

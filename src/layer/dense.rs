@@ -225,19 +225,8 @@ impl Dense<'_> {
         let folded = Folded { u, max_rank, token_lora_mapping, top_k, slots, used, experts, site, factors };
         let (select, weights, y, y_stride) = (Rows::Dense, self.weights, self.y, self.weights.out_dim);
         let (accumulate, parts, adapters) = (self.accumulate, self.parts, Some(&folded));
-        ExpertGemmMatrix {
-            rows,
-            row_div,
-            select,
-            x,
-            weights,
-            y,
-            y_stride,
-            accumulate,
-            parts,
-            adapters,
-            leaves: Leaves::Sums,
-        }
-        .record(rec, pass)
+        let leaves = Leaves::Sums;
+        ExpertGemmMatrix { rows, row_div, select, x, weights, y, y_stride, accumulate, parts, adapters, leaves }
+            .record(rec, pass)
     }
 }

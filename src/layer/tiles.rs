@@ -100,23 +100,24 @@ impl MoeLayer {
         };
         let (aligned, row_div, runs) = (&aligned, a, runs.as_ref());
         x.blocks = None;
-        let mut leaves_x = false;
+        let mut in_blocks = InBlocks::Read;
         let mut h = Packed::scratch(rec, "packed h", pairs, self.width)?;
         if let Some(cut) = MatrixTile::direct_of(&caps, tile) {
+            let takes = |blocks: &Blocks, width: usize| {
+                runs.is_some_and(|runs| lora_matrix::by_blocks(runs.most, blocks, width))
+            };
             // The shrink leaves them where it reads the row of every pair.
             let blocks = Blocks::scratch(rec, "x in blocks", aligned.capacity, x.width, &cut)?;
             let everyone = t.lora.is_some_and(|(batch, ..)| batch.everyone) && adapters(false).is_some();
-            leaves_x = everyone && runs.is_some_and(|runs| lora_matrix::by_blocks(runs.most, &blocks, x.width));
-            x.blocks = Some(if leaves_x {
+            x.blocks = Some(if everyone && takes(&blocks, x.width) {
+                in_blocks = InBlocks::Leave;
                 blocks
             } else {
                 TileRows { rows: pairs, row_div, aligned, cut, x: &x }.record(rec, pass)?
             });
             let blocks = Blocks::scratch(rec, "h in blocks", aligned.capacity, self.width, &cut)?;
-            // A shrink reads rows, or also blocks.
-            let rows =
-                |runs: Option<&Runs>| runs.is_none_or(|runs| !lora_matrix::by_blocks(runs.most, &blocks, self.width));
-            h.by_row = adapters(true).is_some() && rows(runs);
+            // A shrink that does not read blocks reads rows.
+            h.by_row = adapters(true).is_some() && !takes(&blocks, self.width);
             h.blocks = Some(blocks);
         }
         let x = x;
@@ -127,7 +128,6 @@ impl MoeLayer {
             Some(reach) => Leaves::Activation(Gated { kind: self.activation, reach, h: &h }),
             None => Leaves::Sums,
         };
-        let in_blocks = if leaves_x { InBlocks::Leave } else { InBlocks::Read };
         let product = Product { aligned, weights, x: &x, row_div, site, ids, runs, in_blocks, leaves, label };
         let gate_up = self.product(rec, pass, t, &product)?;
         if reach.is_none() {
