@@ -37,9 +37,9 @@ struct LoraShrinkMatrixParams {
     w_scale: f32,
     // Groups from a row of x to the next: more may lie between; or blocks of a row.
     x_stride: u32,
-    // Blocks of a row where they are left, and where exponents begin behind them, in words of eight bytes.
+    // Blocks of a row where they are left.
     blocks: u32,
-    block_exponents: u32,
+    pad0: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: LoraShrinkMatrixParams;
@@ -57,13 +57,15 @@ struct LoraShrinkMatrixParams {
 @group(0) @binding(5) var<storage, read_write> u: array<f32>; // [P, projections, max_rank]
 {% endif %}
 {% if leaves %}
-@group(0) @binding(6) var<storage, read_write> left_blocks: array<vec2<u32>>; // f16 [C / 16, K / 16, 16, 16], exponents [C]
+@group(0) @binding(6) var<storage, read_write> left_blocks: array<vec4<u32>>; // f16 [C / 16, K / 16, 16, 16]
+// What stands behind the blocks, by a binding of its own: else it would halve the stores of all of them.
+@group(0) @binding(7) var<storage, read_write> left_exponents: array<vec2<u32>>; // [C]
 {% endif %}
 
 {% include "shared/matrices.wgsl" %}
 
 {# Groups of eight that a subgroup takes in one round, and rows that it loads at a time. #}
-{% set part = 8 %}
+{% set part = round * 2 %}
 {% set rows_at_once = width // part %}
 {% set loads = 16 // rows_at_once %}
 {# Pairs by blocks need a subgroup more, which brings nothing of A. #}
@@ -71,8 +73,8 @@ struct LoraShrinkMatrixParams {
 {% set a_copies = 1 if tall else subgroups %}
 {# Rows in workgroup memory are eight halves longer, so that lanes meet different banks. #}
 {% set row = (part * 8 + 8) // 4 %}
-{# Rounds that are loaded ahead. #}
-{% set sets = 2 if leaves else 1 %}
+{# Rounds that are loaded ahead: stores of blocks delay what stands behind them. #}
+{% set sets = 3 if leaves else 1 %}
 const ROW = {{ row }}u;
 {% if not blocks %}
 var<workgroup> x_tile: array<{{ m.quad("f16") }}, {{ subgroups * 16 * row }}>;
@@ -201,11 +203,11 @@ fn main(
     {% for i in range(loads) %}
     let place{{ i }} = own_rows - params.sorted_base + row{{ i }};
     let leaves{{ i }} = leaves && own_rows + row{{ i }} < end_row;
-    let left_at{{ i }} = (place{{ i }} / 16u * params.blocks * 16u + place{{ i }} % 16u) * 4u;
+    let left_at{{ i }} = (place{{ i }} / 16u * params.blocks * 16u + place{{ i }} % 16u) * 2u;
     if (leaves{{ i }} && part == 0u) {
         let word_at = params.exponents + x_at{{ i }} / params.x_stride;
         let words = x[word_at / 2u];
-        left_blocks[params.block_exponents + place{{ i }}] = select(words.xy, words.zw, word_at % 2u == 1u);
+        left_exponents[place{{ i }}] = select(words.xy, words.zw, word_at % 2u == 1u);
     }
     {% endfor %}
     {% endif %}
@@ -257,9 +259,7 @@ fn main(
             // To the end of the last block, zeros included.
             let left_group = round + part;
             if (leaves{{ i }} && left_group < params.blocks * 2u) {
-                let to = left_at{{ i }} + left_group / 2u * 64u + left_group % 2u * 2u;
-                left_blocks[to] = words.xy;
-                left_blocks[to + 1u] = words.zw;
+                left_blocks[left_at{{ i }} + left_group / 2u * 32u + left_group % 2u] = words;
             }
             {% endif %}
             x_tile[x_to] = {{ m.to_quad("f16", "halves(words.xy)") }};

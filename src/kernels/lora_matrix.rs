@@ -13,8 +13,8 @@ use crate::plan::matrix::{EDGE, LIFT};
 
 /// x to u.
 pub static LORA_SHRINK_MATRIX: Kernel = Kernel { stem: "lora_shrink_matrix", reads: 4, writes: 1 };
-/// x to u, and to blocks.
-pub static LORA_SHRINK_LEAVING: Kernel = Kernel { stem: "lora_shrink_matrix", reads: 4, writes: 2 };
+/// x to u, and to blocks and their exponents.
+pub static LORA_SHRINK_LEAVING: Kernel = Kernel { stem: "lora_shrink_matrix", reads: 4, writes: 3 };
 
 /// u to y.
 pub static LORA_EXPAND_TILES: Kernel = Kernel { stem: "lora_expand_tiles", reads: 4, writes: 1 };
@@ -44,14 +44,26 @@ pub enum InBlocks {
 }
 
 impl InBlocks {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::No, Self::Read, Self::Leave];
+    /// All of them, and the blocks of a round.
+    pub const ALL: [(Self, usize); 4] =
+        [(Self::No, ROUNDS[0]), (Self::Read, ROUNDS[0]), (Self::Read, ROUNDS[1]), (Self::Leave, ROUNDS[0])];
 }
 
-/// Whether a shrink of runs of `run` pairs can read rows of `width` values in the `blocks` of a direct product, or leave them: long runs
-/// do, where rows of blocks end with the last round of a shrink.
-pub fn by_blocks(run: usize, blocks: &Blocks, width: usize) -> bool {
-    run > RUN && blocks.per_row == width.div_ceil(BLOCKS_AHEAD * EDGE as usize) * BLOCKS_AHEAD
+/// Blocks of a row, or as many values, that a shrink takes in a round. What it reads in blocks it loads a round ahead, so that more of them
+/// pass the time.
+const ROUNDS: [usize; 2] = [4, BLOCKS_AHEAD];
+
+/// Blocks of a round of a shrink of runs of `run` pairs that reads rows of `width` values in the `blocks` of a direct product, or leaves
+/// them, if it can: long runs do, where rows of blocks end with a round.
+fn round_of(run: usize, blocks: &Blocks, width: usize, way: InBlocks) -> Option<usize> {
+    let whole = |round: &usize| blocks.per_row == width.div_ceil(round * EDGE as usize) * round;
+    let rounds = if way == InBlocks::Read { &ROUNDS[..] } else { &ROUNDS[..1] };
+    rounds.iter().rev().copied().find(|round| run > RUN && whole(round))
+}
+
+/// Whether a shrink of runs of `run` pairs can do so with the `blocks` of rows of `width` values.
+pub fn by_blocks(run: usize, blocks: &Blocks, width: usize, way: InBlocks) -> bool {
+    round_of(run, blocks, width, way).is_some()
 }
 
 /// Most pairs of the runs of a shrink: `pairs` of `buckets` virtual experts, and whether products add them (`folded`). Long runs must
@@ -86,8 +98,8 @@ params! {
         x_stride: u32,
         /// Blocks of a row where they are left.
         blocks: u32,
-        /// Where the exponents begin behind them, in words of eight bytes.
-        block_exponents: u32,
+        /// Padding.
+        pad0: u32,
     }
 }
 
@@ -150,8 +162,9 @@ fn at_once(projections: u32) -> u32 {
     if projections <= MOST_AT_ONCE { projections } else { 1 }
 }
 
-/// The variables on one device, for runs of `run` pairs, workgroups that take `per` projections, and what becomes of x in blocks.
-pub fn vars(caps: &Capabilities, folded: bool, run: usize, per: u32, x: InBlocks) -> Vars {
+/// The variables on one device, for runs of `run` pairs, workgroups that take `per` projections, what becomes of x in blocks, and the
+/// blocks of a round.
+pub fn vars(caps: &Capabilities, folded: bool, run: usize, per: u32, (x, round): (InBlocks, usize)) -> Vars {
     vec![
         ("edge", caps.edge.into()),
         ("height", (run as u32).into()),
@@ -159,6 +172,7 @@ pub fn vars(caps: &Capabilities, folded: bool, run: usize, per: u32, x: InBlocks
         ("per", per.into()),
         ("blocks", (x == InBlocks::Read).into()),
         ("leaves", (x == InBlocks::Leave).into()),
+        ("round", (round as u32).into()),
         ("subgroups", subgroups(run, x).into()),
         ("width", caps.row_lanes.into()),
         ("folded", folded.into()),
@@ -202,10 +216,13 @@ impl LoraShrinkMatrix<'_> {
         if run != RUN && !(self.folded && run == LONG_RUN) {
             return Err(other_runs(run));
         }
-        let taken = self.blocks.filter(|(blocks, _)| self.folded && by_blocks(run, blocks, self.x.width));
-        let in_blocks = taken.map_or(InBlocks::No, |(_, way)| way);
-        let read = taken.filter(|_| in_blocks == InBlocks::Read).map(|(blocks, _)| blocks);
-        let left = taken.filter(|_| in_blocks == InBlocks::Leave).map(|(blocks, _)| blocks);
+        let taken = self
+            .blocks
+            .filter(|_| self.folded)
+            .and_then(|(blocks, way)| round_of(run, blocks, self.x.width, way).map(|round| (blocks, (way, round))));
+        let in_blocks = taken.map_or((InBlocks::No, ROUNDS[0]), |(_, way)| way);
+        let read = taken.filter(|(_, (way, _))| *way == InBlocks::Read).map(|(blocks, _)| blocks);
+        let left = taken.filter(|(_, (way, _))| *way == InBlocks::Leave).map(|(blocks, _)| blocks);
         if left.is_none() && self.blocks.is_some_and(|(_, way)| way == InBlocks::Leave) {
             let message = format!("adapters on matrices: runs of {run} pairs leave no blocks of such rows");
             return Err(Error::new(ErrorKind::Unsupported, message));
@@ -231,12 +248,13 @@ impl LoraShrinkMatrix<'_> {
             w_scale: self.w_scale,
             x_stride: read.map_or(self.x.stride() / 8, |blocks| blocks.per_row) as u32,
             blocks: left.map_or(0, |blocks| blocks.per_row as u32),
-            block_exponents: left.map_or(0, |blocks| blocks.exponents),
+            pad0: 0,
         };
         let grid = self.runs.grid(shrink_columns(self.site, self.max_rank))?;
         let x = read.map_or(&self.x.view, |blocks| &blocks.view);
         let mut buffers = vec![x, self.factors.pool(self.site), &self.factors.index, &self.runs.aligned.view, &u];
-        buffers.extend(left.map(|blocks| &blocks.view));
+        let left = left.map(Blocks::split);
+        buffers.extend(left.iter().flatten());
         rec.dispatch(pass, &pipeline, bytemuck::bytes_of(&params), &buffers, &grid);
         Ok(u)
     }

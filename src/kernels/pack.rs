@@ -90,8 +90,8 @@ pub struct Blocks {
     pub exponents: u32,
 }
 
-/// Blocks of a row that a shrink takes in a round, and loads ahead.
-pub(crate) const BLOCKS_AHEAD: usize = 4;
+/// Most blocks of a row that a shrink takes in a round, and loads ahead.
+pub(crate) const BLOCKS_AHEAD: usize = 8;
 
 impl Blocks {
     /// Bytes that products with a `cut`, and shrinks, load past the end of the last row.
@@ -116,6 +116,13 @@ impl Blocks {
         let ahead = Self::ahead_bytes(cut);
         let view = rec.scratch(label, (rows * (per_row * EDGE as usize * 2 + 8) + ahead) as u64)?;
         Ok(Self { view, per_row, exponents: (rows * per_row * EDGE as usize / 4) as u32 })
+    }
+
+    /// The rows alone, and what stands behind them: bindings for a stage that stores more than eight bytes of a row at a time.
+    pub fn split(&self) -> [View; 2] {
+        // A block of 16 rows is a multiple of what the offset of a view is.
+        let behind = u64::from(self.exponents) * 8;
+        [self.view.part(0, behind), self.view.part(behind, self.view.size - behind)]
     }
 }
 

@@ -314,8 +314,9 @@ fn matrix_variants(caps: &Capabilities, all: &mut Vec<(&'static Kernel, Vars)>) 
         for per in 1..=lora_matrix::MOST_AT_ONCE {
             for run in [lora_matrix::RUN, lora_matrix::LONG_RUN].into_iter().take(1 + usize::from(folded)) {
                 let of = |x| lora_matrix::vars(caps, folded, run, per, x);
-                for x in InBlocks::ALL.into_iter().take(if run > lora_matrix::RUN { 3 } else { 1 }) {
-                    let leaves = x == InBlocks::Leave;
+                let ways = if run > lora_matrix::RUN { &InBlocks::ALL[..] } else { &InBlocks::ALL[..1] };
+                for x in ways.iter().copied() {
+                    let leaves = x.0 == InBlocks::Leave;
                     let kernel =
                         if leaves { &lora_matrix::LORA_SHRINK_LEAVING } else { &lora_matrix::LORA_SHRINK_MATRIX };
                     all.push((kernel, of(x)));

@@ -103,13 +103,13 @@ impl MoeLayer {
         let mut in_blocks = InBlocks::Read;
         let mut h = Packed::scratch(rec, "packed h", pairs, self.width)?;
         if let Some(cut) = MatrixTile::direct_of(&caps, tile) {
-            let takes = |blocks: &Blocks, width: usize| {
-                runs.is_some_and(|runs| lora_matrix::by_blocks(runs.most, blocks, width))
+            let takes = |blocks: &Blocks, width: usize, way: InBlocks| {
+                runs.is_some_and(|runs| lora_matrix::by_blocks(runs.most, blocks, width, way))
             };
             // The shrink leaves them where it reads the row of every pair.
             let blocks = Blocks::scratch(rec, "x in blocks", aligned.capacity, x.width, &cut)?;
             let everyone = t.lora.is_some_and(|(batch, ..)| batch.everyone) && adapters(false).is_some();
-            x.blocks = Some(if everyone && takes(&blocks, x.width) {
+            x.blocks = Some(if everyone && takes(&blocks, x.width, InBlocks::Leave) {
                 in_blocks = InBlocks::Leave;
                 blocks
             } else {
@@ -117,7 +117,7 @@ impl MoeLayer {
             });
             let blocks = Blocks::scratch(rec, "h in blocks", aligned.capacity, self.width, &cut)?;
             // A shrink that does not read blocks reads rows.
-            h.by_row = adapters(true).is_some() && !takes(&blocks, self.width);
+            h.by_row = adapters(true).is_some() && !takes(&blocks, self.width, InBlocks::Read);
             h.blocks = Some(blocks);
         }
         let x = x;
@@ -213,7 +213,7 @@ impl MoeLayer {
     ) -> Result<(Aligned, Option<Runs>)> {
         let caps = rec.gpu().capabilities().clone();
         let (pairs, top_k, experts) = (t.tokens * self.shape.top_k, self.shape.top_k, self.experts);
-        let (label, work_label) = ("expert tiles", "align work");
+        let label = "expert tiles";
         if let Some((batch, sites, _)) = t.lora {
             let products = [(&sites.gate_up, &self.gate_up), (&sites.down, &self.down)];
             let mut adapted = products.into_iter().filter(|(site, _)| t.adapts(site));
@@ -230,7 +230,6 @@ impl MoeLayer {
                     experts,
                     tile,
                     label,
-                    work_label,
                     ids: Some(ids),
                     token_lora_mapping: &batch.token_lora_mapping,
                     slots: batch.slots,
@@ -248,7 +247,7 @@ impl MoeLayer {
                 self.remap(rec, pass, t, ids, batch)?;
             }
         }
-        let aligned = Align { pairs, buckets: experts, tile, label, work_label, ids, columns }.record(rec, pass)?;
+        let aligned = Align { pairs, buckets: experts, tile, label, ids, columns }.record(rec, pass)?;
         Ok((aligned, None))
     }
 
