@@ -1,9 +1,10 @@
 // First of two: counts the pairs of each bucket chunk by chunk, and each pair's rank among the pairs of its bucket in
-// its chunk, so that the second stage can place pairs in order without atomics. Long chunks are counted a piece after the
+// its chunk, so that the second stage can place pairs in order: atomics count, but which pair comes first they do not tell. Long chunks are counted a piece after the
 // other. Also fills the outputs with padding.
 {% if runs %}
 // Buckets are those of `runs_scatter`, which sorts by expert and adapter; what `remap` would say of ids and slots, this leaves as well.
 {% endif %}
+{% set stage = "count" %}
 {% include "shared/align.wgsl" %}
 {% if runs %}
 @group(0) @binding(5) var<storage, read_write> status: array<atomic<u32>>; // [1]
@@ -25,13 +26,13 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
             aligned[params.expert_base + i] = -1;
         }
     }
-    let row = chunk * (params.buckets + 1u);
-    for (var b = lane; b <= params.buckets; b = b + {{ lanes }}u) {
-        work[row + b] = 0u;
+    let row = chunk * params.width;
+    for (var b = lane; b < params.width; b = b + {{ lanes }}u) {
+        atomicStore(&counts[row + b], 0u);
     }
     for (var first = 0u; first < params.chunk_pairs; first = first + {{ chunk }}u) {
         if (first > 0u) {
-            // Pairs before these have been compared, and their counts written.
+            // Pairs before these have been compared, and counted.
             storageBarrier();
             workgroupBarrier();
         }
@@ -43,42 +44,39 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         if (pair{{ k }} < params.pairs) {
             bucket{{ k }} = bucket_of(pair{{ k }});
             if (first > 0u) {
-                rank{{ k }} = work[row + bucket{{ k }}];
+                rank{{ k }} = atomicLoad(&counts[row + bucket{{ k }}]);
             }
             {% if runs %}
             if (token_lora_mapping[pair{{ k }} / params.top_k] >= i32(params.all_slots)) {
                 atomicOr(&status[0], 2u);
             }
-            if (params.routed != 0u && ids[pair{{ k }}] >= i32(params.buckets / params.stride)) {
+            if (params.routed != 0u && ids[pair{{ k }}] >= i32(params.experts)) {
                 atomicOr(&status[0], 4u);
             }
             {% endif %}
         }
         chunk_buckets[place{{ k }} / 4u][place{{ k }} % 4u] = bucket{{ k }};
-        var later{{ k }} = 0u;
         {% endfor %}
         storageBarrier();
         workgroupBarrier();
-        for (var i = 0u; i < {{ chunk }}u; i = i + 4u) {
-            let others = chunk_buckets[i / 4u];
-            let at = vec4<u32>(i, i + 1u, i + 2u, i + 3u);
-            {% for k in range(chunk // lanes) %}
-            {
-                let same = others == vec4<u32>(bucket{{ k }});
-                let before = select(vec4<u32>(), vec4<u32>(1u), same & (at < vec4<u32>(place{{ k }})));
-                let after = select(vec4<u32>(), vec4<u32>(1u), same & (at > vec4<u32>(place{{ k }})));
-                rank{{ k }} = rank{{ k }} + before.x + before.y + before.z + before.w;
-                later{{ k }} = later{{ k }} + after.x + after.y + after.z + after.w;
-            }
-            {% endfor %}
-        }
         {% for k in range(chunk // lanes) %}
         if (pair{{ k }} < params.pairs) {
-            work[params.rank_base + pair{{ k }}] = rank{{ k }};
-            // Only the last pair of a bucket writes, so no two invocations do.
-            if (later{{ k }} == 0u) {
-                work[row + bucket{{ k }}] = rank{{ k }} + 1u;
+            // Those of its bucket before it: sixteen loads at a time, the last of which may have pairs behind it.
+            for (var i = 0u; i < place{{ k }}; i = i + 16u) {
+                {% for j in range(4) %}
+                let others{{ j }} = chunk_buckets[i / 4u + {{ j }}u];
+                {% endfor %}
+                {% for j in range(4) %}
+                {
+                    let at = vec4<u32>(i, i + 1u, i + 2u, i + 3u) + {{ 4 * j }}u;
+                    let same = (others{{ j }} == vec4<u32>(bucket{{ k }})) & (at < vec4<u32>(place{{ k }}));
+                    let before = select(vec4<u32>(), vec4<u32>(1u), same);
+                    rank{{ k }} = rank{{ k }} + before.x + before.y + before.z + before.w;
+                }
+                {% endfor %}
             }
+            atomicStore(&counts[params.rank_base + pair{{ k }}], rank{{ k }});
+            atomicAdd(&counts[row + bucket{{ k }}], 1u);
         }
         {% endfor %}
     }

@@ -1,5 +1,6 @@
 // A whole alignment in one workgroup, for few pairs: each pair counts those before it, and the tiles that are opened before its
 // own. What it writes is what `align_scatter` writes; consumers cannot tell.
+{% set stage = "all" %}
 {% include "shared/align.wgsl" %}
 
 // The bucket of each pair; then of those that open a tile, 0xffffffff for others.

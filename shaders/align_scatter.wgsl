@@ -3,6 +3,8 @@
 // workgroup costs less than two more dispatches that wait for each other. The first pair of a tile labels it; the first
 // workgroup writes the count and the dispatch arguments of every consumer. Sentinel tiles come last: counted, but not
 // dispatched.
+{% set stage = "place" %}
+{% set word = "u32" %}
 {% include "shared/align.wgsl" %}
 
 var<workgroup> scan_scratch: array<u32, {{ lanes }}>;
@@ -14,7 +16,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         return;
     }
     let width = params.buckets + 1u;
-    let places = params.place_base + chunk * width;
+    let places = chunk * params.width;
     // Each invocation owns a run of neighbouring buckets, so that one scan, of the lengths of the runs, is enough. Until then places
     // count from the beginning of their run.
     let own = (width + {{ lanes - 1 }}u) / {{ lanes }}u;
@@ -26,7 +28,22 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     for (var bucket = first; bucket < last; bucket = bucket + 1u) {
         var before = 0u;
         var total = 0u;
-        {% include "shared/chunk_counts.wgsl" %}
+        // Many counts are loaded at a time, for one after the other each would be waited for.
+        var c = 0u;
+        for (; c + 16u <= params.chunks; c = c + 16u) {
+            {% for i in range(16) %}
+            let count{{ i }} = counts[(c + {{ i }}u) * params.width + bucket];
+            {% endfor %}
+            {% for i in range(16) %}
+            before = before + select(0u, count{{ i }}, c + {{ i }}u < chunk);
+            total = total + count{{ i }};
+            {% endfor %}
+        }
+        for (; c < params.chunks; c = c + 1u) {
+            let count = counts[c * params.width + bucket];
+            before = before + select(0u, count, c < chunk);
+            total = total + count;
+        }
         work[places + bucket] = length + before;
         padded = (total + params.tile - 1u) / params.tile * params.tile;
         length = length + padded;
@@ -60,7 +77,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         let pair = chunk * params.chunk_pairs + i;
         if (pair < params.pairs) {
             let bucket = bucket_of(pair);
-            let place = work[places + bucket] + work[params.rank_base + pair];
+            let place = work[places + bucket] + counts[params.rank_base + pair];
             aligned[params.sorted_base + place] = i32(pair);
             aligned[params.places_base + pair] = i32(place);
             // Buckets begin with a tile.

@@ -81,8 +81,8 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
     let (x_view, ids_view) = (upload(gpu, &x), upload(gpu, &ids));
     let (aligned, h) = run(gpu, |rec, pass| {
         let columns: Vec<u32> = w.columns(gpu.capabilities(), tile).collect();
-        let (label, work_label, ids) = ("tiles", "work", &ids_view);
-        let align = Align { pairs, buckets: EXPERTS, tile, label, work_label, ids, columns: &columns };
+        let (label, ids) = ("tiles", &ids_view);
+        let align = Align { pairs, buckets: EXPERTS, tile, label, ids, columns: &columns };
         let aligned = align.record(rec, pass)?;
         let packed = pack(rec, pass, ["packed"; 2], &x_view, [pairs.div_ceil(TOP_K), inner], &Form::ROWS)?;
         let mut h = Packed::scratch(rec, "packed h", pairs, width)?;

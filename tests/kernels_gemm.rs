@@ -135,9 +135,8 @@ fn check_tiles(gpu: &Gpu, case: &Case, tile: usize) -> Result<(), String> {
     let (x_view, ids_view) = (upload(gpu, &x), upload(gpu, &ids));
     let (aligned, packed) = run(gpu, |rec, pass| {
         let columns: Vec<u32> = w.columns(gpu.capabilities(), tile).collect();
-        let (label, work_label, ids) = ("tiles", "work", &ids_view);
-        let aligned =
-            Align { pairs, buckets: experts, tile, label, work_label, ids, columns: &columns }.record(rec, pass)?;
+        let (label, ids) = ("tiles", &ids_view);
+        let aligned = Align { pairs, buckets: experts, tile, label, ids, columns: &columns }.record(rec, pass)?;
         let form = if case.exact { Form::TWICE } else { Form::ROWS };
         let packed = pack(rec, pass, ["packed"; 2], &x_view, [pairs.div_ceil(row_div), inner], &form)?;
         let (rows, select, x, weights, y, accumulate) = (pairs, Rows::Tiles(&aligned), &packed, &w, &y.view, false);
@@ -220,9 +219,8 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
         let aligned = match case.select {
             Select::Tiles(tile) => {
                 let columns: Vec<u32> = w.columns(gpu.capabilities(), tile).collect();
-                let (label, work_label) = ("tiles", "work");
-                let align =
-                    Align { pairs, buckets: experts, tile, label, work_label, ids: &ids_view, columns: &columns };
+                let label = "tiles";
+                let align = Align { pairs, buckets: experts, tile, label, ids: &ids_view, columns: &columns };
                 Some(align.record(rec, pass)?)
             }
             _ => None,

@@ -61,15 +61,7 @@ fn align_with(gpu: &Gpu, ids: &[i32], buckets: usize, tile: usize, capacity: usi
         // Larger than needed, and full of words that are neither padding nor a label.
         let out = rec.scratch("tiles", (capacity * 3 + 1024) as u64 * 4)?;
         gpu.queue().write_buffer(&out.buffer, 0, bytemuck::cast_slice(&vec![UNWRITTEN_I32; capacity * 3 + 1024]));
-        let align = Align {
-            pairs: ids.len(),
-            buckets,
-            tile,
-            label: "tiles",
-            work_label: "work",
-            ids: &ids_view,
-            columns: &COLUMNS,
-        };
+        let align = Align { pairs: ids.len(), buckets, tile, label: "tiles", ids: &ids_view, columns: &COLUMNS };
         Ok((record(&align, rec, pass)?, out))
     });
     let words: Vec<i32> = read(gpu, &out, capacity * 3 + 1024);

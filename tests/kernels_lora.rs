@@ -207,11 +207,8 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
             None => None,
             Some(tile) => {
                 let columns = column_tiles(gpu.capabilities(), &site, max_rank, tile);
-                let (label, work_label) = ("tiles", "work");
-                Some(
-                    Align { pairs, buckets, tile, label, work_label, ids: &ids_view, columns: &columns }
-                        .record(rec, pass)?,
-                )
+                let label = "tiles";
+                Some(Align { pairs, buckets, tile, label, ids: &ids_view, columns: &columns }.record(rec, pass)?)
             }
         };
         let select = aligned.as_ref().map_or(Rows::Pairs(&ids_view), Rows::Tiles);
@@ -420,7 +417,6 @@ fn check_matrix(gpu: &Gpu, case: &Case) -> Result<(), String> {
             experts: case.experts,
             tile,
             label: "tiles",
-            work_label: "work",
             ids: Some(&ids_view),
             token_lora_mapping: &mapping_view,
             slots,
@@ -545,7 +541,7 @@ fn check_folded(
         let words = pairs * projections * max_rank / 2;
         let u = rec.scratch("lora u", words as u64 * 4)?;
         gpu.queue().write_buffer(&u.buffer, 0, bytemuck::cast_slice(&vec![0x7fff_7fffu32; words]));
-        let (label, work_label) = ("tiles", "work");
+        let label = "tiles";
         let columns: Vec<u32> = tile.iter().flat_map(|tile| w.columns(gpu.capabilities(), *tile)).collect();
         let columns = &columns;
         let runs = match shrink {
@@ -557,7 +553,6 @@ fn check_folded(
                     experts,
                     tile: tile.unwrap_or(run),
                     label,
-                    work_label,
                     ids: tile.map(|_| &ids_view),
                     token_lora_mapping: &mapping_view,
                     slots,
@@ -574,7 +569,7 @@ fn check_folded(
             (None, _) => None,
             (_, Some(runs)) => Some(runs.aligned.clone()),
             (Some(tile), None) => {
-                let align = Align { pairs, buckets: experts, tile, label, work_label, ids: &ids_view, columns };
+                let align = Align { pairs, buckets: experts, tile, label, ids: &ids_view, columns };
                 Some(align.record(rec, pass)?)
             }
         };

@@ -312,15 +312,7 @@ fn check_activation(gpu: &Gpu, act: Act) -> Result<(), String> {
         let x = pack(rec, pass, ["packed x"; 2], &x_view, [tokens, DEPTH], &Form::ROWS)?;
         // A workgroup of narrow experts takes sixteen rows.
         let announced = [cut.height / EDGE];
-        let align = Align {
-            pairs: PAIRS,
-            buckets: EXPERTS,
-            tile,
-            label: "tiles",
-            work_label: "work",
-            ids: &ids_view,
-            columns: &announced,
-        };
+        let align = Align { pairs: PAIRS, buckets: EXPERTS, tile, label: "tiles", ids: &ids_view, columns: &announced };
         let aligned = align.record(rec, pass)?;
         let mut h = Packed::scratch(rec, LABELS[0], PAIRS, width)?;
         h.by_row = by_row;

@@ -203,9 +203,8 @@ fn check(gpu: &Gpu, case: &Case) -> Result<(), String> {
         let sums = rec.scratch("pair sums", bytes)?;
         gpu.queue().write_buffer(&sums.buffer, 0, &vec![0xff; bytes as usize]);
         let aligned = if case.tiles {
-            let (label, work_label) = ("tiles", "work");
-            let align =
-                Align { pairs, buckets: experts, tile: FEW_TILE, label, work_label, ids: &ids_view, columns: &[] };
+            let label = "tiles";
+            let align = Align { pairs, buckets: experts, tile: FEW_TILE, label, ids: &ids_view, columns: &[] };
             Some(align.record(rec, pass)?)
         } else {
             None

@@ -4,11 +4,10 @@ struct AlignParams {
     tile: u32,
     chunks: u32,
     capacity: u32,
-    // Where the parts of `aligned` and `work` start, in words.
+    // Where the parts of `aligned` start, in words, and where ranks stand behind the counts.
     expert_base: u32,
     sorted_base: u32,
     rank_base: u32,
-    place_base: u32,
     consumers: u32,
     // Word of the places in `aligned`.
     places_base: u32,
@@ -19,16 +18,19 @@ struct AlignParams {
     top_k: u32,
     all_slots: u32,
     routed: u32,
-    // Most pairs of a run, where runs begin in `aligned`, and where they are counted in `work`.
+    // Most pairs of a run, and where runs begin in `aligned`.
     run: u32,
     run_base: u32,
-    start_base: u32,
     // Consumers of tiles, which come first.
     tile_consumers: u32,
     // 1: each slot counts as one that occurs.
     every_slot: u32,
     // Of all, again: pairs of a chunk, once or several times as many as are counted at once.
     chunk_pairs: u32,
+    // Counts from a chunk to the next, a multiple of eight: one for each bucket.
+    width: u32,
+    // Of runs: experts.
+    experts: u32,
     pad0: u32,
     pad1: u32,
     pad2: u32,
@@ -43,12 +45,23 @@ struct AlignParams {
 {% if runs %}
 @group(0) @binding(2) var<storage, read> token_lora_mapping: array<i32>; // [T]
 {% endif %}
+{% set next = 3 if runs else 2 %}
+{% if stage == "place" %}
+{% set next = next + 1 %}
+// What the first of two stages has left: pairs of a chunk in each bucket [chunks, width], rank in its chunk [P].
+@group(0) @binding({{ next - 1 }}) var<storage, read> counts: array<{{ word }}>;
+{% endif %}
 // 16 x [x, y, z, 0] dispatch arguments, count, tiles, runs, then expert_ids [C/B], sorted_token_ids [C], places [P], and runs: four
 // words each.
-@group(0) @binding({{ 3 if runs else 2 }}) var<storage, read_write> aligned: array<i32>;
-// Pairs of a chunk in each bucket [chunks, N+1], rank in chunk [P], place of the first of them [chunks, N+1]; of runs also where each
-// bucket begins and ends, and the runs before it [chunks, 3, N+1].
-@group(0) @binding({{ 4 if runs else 3 }}) var<storage, read_write> work: array<u32>;
+@group(0) @binding({{ next }}) var<storage, read_write> aligned: array<i32>;
+{% if stage == "count" %}
+// Pairs of a chunk in each bucket [chunks, width], rank in its chunk [P].
+@group(0) @binding({{ next + 1 }}) var<storage, read_write> counts: array<atomic<u32>>;
+{% elif stage == "place" %}
+// Where the pairs of a chunk begin in each bucket [chunks, width]; of runs also where each bucket begins and ends, and the runs before it
+// [chunks, 4, width].
+@group(0) @binding({{ next + 1 }}) var<storage, read_write> work: array<{{ word }}>;
+{% endif %}
 
 {% include "shared/rows.wgsl" %}
 {% include "shared/bits.wgsl" %}
@@ -87,7 +100,7 @@ fn bucket_of(pair: u32) -> u32 {
         let place = place_of(u32(slot));
         own = select(select(none, place.before, place.occurs), u32(slot), params.every_slot != 0u);
     }
-    return select(u32(id) * params.stride + own, params.buckets, id < 0 || id >= i32(params.buckets / params.stride));
+    return select(u32(id) * params.stride + own, params.buckets, id < 0 || id >= i32(params.experts));
     {% else %}
     let id = ids[pair];
     if (params.stride == 0u) {

@@ -8,11 +8,11 @@ use crate::kernels::{Grid, Recording, View};
 use crate::shape::align_capacity;
 
 /// All at once.
-pub static ALIGN_FEW: Kernel = Kernel { stem: "align_few", reads: 1, writes: 2 };
+pub static ALIGN_FEW: Kernel = Kernel { stem: "align_few", reads: 1, writes: 1 };
 /// Counts chunk by chunk.
 pub static ALIGN_COUNT: Kernel = Kernel { stem: "align_count", reads: 1, writes: 2 };
 /// Places pairs.
-pub static ALIGN_SCATTER: Kernel = Kernel { stem: "align_scatter", reads: 1, writes: 2 };
+pub static ALIGN_SCATTER: Kernel = Kernel { stem: "align_scatter", reads: 2, writes: 2 };
 
 /// Consumers whose dispatch arguments one alignment can write.
 pub const MAX_CONSUMERS: usize = 16;
@@ -38,10 +38,8 @@ params! {
         expert_base: u32,
         /// Word of `sorted_token_ids`.
         sorted_base: u32,
-        /// Word of the ranks in the work buffer.
+        /// Word of the ranks behind the counts.
         rank_base: u32,
-        /// Word of the places in the work buffer.
-        place_base: u32,
         /// Dispatch arguments to write.
         consumers: u32,
         /// Word of the places in the output buffer.
@@ -58,14 +56,16 @@ params! {
         run: u32,
         /// Word of the runs in the output buffer.
         run_base: u32,
-        /// Word in the work buffer where buckets and runs begin.
-        start_base: u32,
         /// Consumers of tiles, which come first.
         tile_consumers: u32,
         /// 1: each slot counts as one that occurs.
         every_slot: u32,
         /// Of all, again: pairs of a chunk.
         chunk_pairs: u32,
+        /// Counts from a chunk to the next.
+        width: u32,
+        /// Of runs: experts.
+        experts: u32,
         /// Padding.
         pad0: u32,
         /// Padding.
@@ -89,8 +89,6 @@ pub struct Align<'a> {
     pub tile: usize,
     /// Label of the output buffer, so that two alignments of one recording do not share it.
     pub label: &'static str,
-    /// Label of the work buffer.
-    pub work_label: &'static str,
     /// i32 `[P]`.
     pub ids: &'a View,
     /// Column tiles (x workgroups) of each kind of consumer.
@@ -166,12 +164,12 @@ pub(super) struct Chunks {
 }
 
 impl Chunks {
-    /// For a work buffer of at most `room` bytes with so many `words` for each bucket of each chunk and one for each pair; where
-    /// that is too little for any, all pairs are one chunk.
+    /// For buffers of at most `room` bytes: one with a word for each bucket of each chunk and each pair, and one with so many `words`
+    /// for each bucket of each chunk. Where that is too little for any, all pairs are one chunk.
     pub fn new(pairs: usize, buckets: usize, words: usize, room: u64) -> Self {
         let [.., largest] = CHUNKS;
-        let counts = (room / 4).saturating_sub(pairs as u64) / words as u64;
-        let most = MOST_COUNTS.min(counts as usize) / (buckets + 1);
+        let counts = (room / 4).saturating_sub(Self::ranks(pairs) as u64).min(room / 4 / words as u64);
+        let most = MOST_COUNTS.min(counts as usize) / Self::width(buckets);
         let few = |chunks: usize| chunks <= FEW_CHUNKS || chunks <= 2 * FEW_CHUNKS && chunks * buckets <= FEW_COUNTS;
         let chunks = |at_once: u32| pairs.div_ceil(at_once as usize).max(1);
         let fits = |at_once: &u32| few(chunks(*at_once)) && chunks(*at_once) <= most;
@@ -179,6 +177,23 @@ impl Chunks {
         let times = chunks(at_once).div_ceil(most.max(1));
         let of_chunk = times * at_once as usize;
         Self { at_once, pairs: of_chunk, n: pairs.div_ceil(of_chunk).max(1) }
+    }
+
+    /// Counts from a chunk to the next: those of `buckets` and of the sentinels, up to whole eights, which are loaded together.
+    pub const fn width(buckets: usize) -> usize {
+        (buckets + 1).next_multiple_of(8)
+    }
+
+    /// Words of the ranks of `pairs`, which stand behind all counts: whole vectors of four, as they are read.
+    const fn ranks(pairs: usize) -> usize {
+        pairs.next_multiple_of(4)
+    }
+
+    /// Room for what the first stage counts of `pairs` and `buckets`, and for the `words` that the second has for each bucket of each chunk.
+    pub fn scratch(&self, rec: &mut Recording, pairs: usize, buckets: usize, words: usize) -> Result<[View; 2]> {
+        let counts = self.n * Self::width(buckets);
+        let counted = rec.scratch("align counts", (counts + Self::ranks(pairs)) as u64 * 4)?;
+        Ok([counted, rec.scratch("align places", (words * counts) as u64 * 4)?])
     }
 }
 
@@ -259,23 +274,22 @@ impl Align<'_> {
         at_once: bool,
         (stride, slots): (u32, [u32; MOST_USED / 32]),
     ) -> Result<Aligned> {
-        let words = 2;
+        let words = 1;
         let chunks = Chunks::new(self.pairs, self.buckets, words, rec.gpu().capabilities().max_binding_bytes);
         let (aligned, mut params) = self.laid_out(rec, &chunks, &[], 0)?;
-        let counts = chunks.n * (self.buckets + 1);
-        let work = rec.scratch(self.work_label, (self.pairs + words * counts) as u64 * 4)?;
         (params.stride, params.slots) = (stride, slots);
         let bytes = bytemuck::bytes_of(&params);
-        let buffers = [self.ids, &aligned.view, &work];
         if at_once && self.pairs <= FEW {
             let most = FEW_SIZES.into_iter().find(|most| self.pairs <= *most as usize).unwrap_or(FEW as u32);
             let pipeline = pipeline(rec.gpu(), &ALIGN_FEW, few_vars(most))?;
-            rec.dispatch(pass, &pipeline, bytes, &buffers, &Grid::Direct([1, 1, 1]));
+            rec.dispatch(pass, &pipeline, bytes, &[self.ids, &aligned.view], &Grid::Direct([1, 1, 1]));
         } else {
-            for kernel in [&ALIGN_COUNT, &ALIGN_SCATTER] {
-                let pipeline = pipeline(rec.gpu(), kernel, vars(chunks.at_once, false))?;
-                rec.dispatch(pass, &pipeline, bytes, &buffers, &Grid::folded(1, params.chunks));
-            }
+            let [counts, work] = chunks.scratch(rec, self.pairs, self.buckets, words)?;
+            let (vars, grid) = (vars(chunks.at_once, false), Grid::folded(1, params.chunks));
+            let counting = pipeline(rec.gpu(), &ALIGN_COUNT, vars.clone())?;
+            rec.dispatch(pass, &counting, bytes, &[self.ids, &aligned.view, &counts], &grid);
+            let placing = pipeline(rec.gpu(), &ALIGN_SCATTER, vars)?;
+            rec.dispatch(pass, &placing, bytes, &[self.ids, &counts, &aligned.view, &work], &grid);
         }
         Ok(aligned)
     }
@@ -297,7 +311,8 @@ impl Align<'_> {
         }
         let capacity = align_capacity(self.pairs, self.buckets, self.tile);
         let sorted_base = HEADER_WORDS + capacity / self.tile;
-        let rank_base = chunks.n * (self.buckets + 1);
+        let width = Chunks::width(self.buckets);
+        let rank_base = chunks.n * width;
         let places_base = sorted_base + capacity;
         let end = places_base + self.pairs;
         let view = rec.scratch(self.label, (end + run_words) as u64 * 4)?;
@@ -307,11 +322,11 @@ impl Align<'_> {
             tile: self.tile as u32,
             chunks: chunks.n as u32,
             chunk_pairs: chunks.pairs as u32,
+            width: width as u32,
             capacity: capacity as u32,
             expert_base: HEADER_WORDS as u32,
             sorted_base: sorted_base as u32,
             rank_base: rank_base as u32,
-            place_base: (rank_base + self.pairs) as u32,
             consumers: all.len() as u32,
             tile_consumers: columns.len() as u32,
             places_base: places_base as u32,
@@ -356,9 +371,12 @@ mod tests {
 
     #[test]
     fn the_work_of_all_chunks_fits_the_room_where_that_of_one_does() {
-        for (pairs, buckets) in [(0, 1), (1, 7), (300, 128), (8300, 8192), (1 << 17, 1152), (1 << 17, 512 * 1025)] {
-            for words in [2, 5] {
-                let bytes = |chunks: usize| 4 * (pairs + words * chunks * (buckets + 1)) as u64;
+        for (pairs, buckets) in [(0_usize, 1), (1, 7), (300, 128), (8300, 8192), (1 << 17, 1152), (1 << 17, 512 * 1025)]
+        {
+            for words in [1, 4] {
+                let counts = |chunks: usize| chunks * Chunks::width(buckets);
+                let bytes =
+                    |chunks: usize| 4 * (Chunks::ranks(pairs) + counts(chunks)).max(words * counts(chunks)) as u64;
                 for most in 1..70 {
                     let chunks = Chunks::new(pairs, buckets, words, bytes(most));
                     let Chunks { at_once, pairs: of_chunk, n } = chunks;

@@ -101,7 +101,6 @@ const SOURCES: &[(&str, &str)] = sources![
     "shared/choice_weights.wgsl",
     "shared/choose.wgsl",
     "shared/align.wgsl",
-    "shared/chunk_counts.wgsl",
     "shared/tiles.wgsl",
     "shared/walk.wgsl",
     "shared/halves.wgsl",

@@ -10,11 +10,11 @@ use crate::shape::align_capacity;
 /// Counts chunk by chunk.
 pub static RUNS_COUNT: Kernel = Kernel { stem: ALIGN_COUNT.stem, reads: 2, writes: 3 };
 /// Places pairs and writes runs.
-pub static RUNS_SCATTER: Kernel = Kernel { stem: "runs_scatter", reads: 2, writes: 2 };
+pub static RUNS_SCATTER: Kernel = Kernel { stem: "runs_scatter", reads: 3, writes: 2 };
 
-/// Words of the work buffer for each bucket of each chunk: its pairs, the place of their first, where it begins and ends, and the
-/// runs before it.
-const WORK_WORDS: usize = 5;
+/// Words of the second stage for each bucket of each chunk: the place of its first pair, where it begins and ends, and the runs before
+/// it.
+const WORDS: usize = 4;
 
 /// Words of a run: virtual id slot · E_l + expert, its first place, the place behind its last, and one more.
 const RUN_WORDS: usize = 4;
@@ -33,8 +33,6 @@ pub struct AlignRuns<'a> {
     pub tile: usize,
     /// Label of the output buffer.
     pub label: &'static str,
-    /// Label of the work buffer.
-    pub work_label: &'static str,
     /// i32 `[P]`, this rank's; `None` where pairs are whole tokens.
     pub ids: Option<&'a View>,
     /// i32 `[P / A]`: slot of each token, negative for none.
@@ -84,39 +82,37 @@ impl AlignRuns<'_> {
     /// # Errors
     /// More than [`MAX_CONSUMERS`](align::MAX_CONSUMERS) column counts, or buffers above the device's limits.
     pub fn record(&self, rec: &mut Recording, pass: &mut wgpu::ComputePass<'_>) -> Result<Runs> {
-        let Self { pairs, tile, label, work_label, .. } = *self;
+        let Self { pairs, tile, label, .. } = *self;
         let used = align::bits(self.used);
         let slots = if used.is_some() { self.used.len() } else { self.slots };
         let ids = self.ids.unwrap_or(self.token_lora_mapping);
         // Counts are of experts and adapters.
         let buckets = self.experts * (slots + 1);
-        let chunks = Chunks::new(pairs, buckets, WORK_WORDS, rec.gpu().capabilities().max_binding_bytes);
+        let chunks = Chunks::new(pairs, buckets, WORDS, rec.gpu().capabilities().max_binding_bytes);
         let (columns, run_columns) = (self.columns, align::distinct(self.run_columns));
         let run_words = align_capacity(pairs, slots * self.experts, self.run) / self.run * RUN_WORDS;
-        let tiles = Align { pairs, buckets: self.experts, tile, label, work_label, ids, columns };
+        let tiles = Align { pairs, buckets: self.experts, tile, label, ids, columns };
         let (aligned, mut params) = tiles.laid_out(rec, &chunks, &run_columns, run_words)?;
 
-        let counts = chunks.n * (buckets + 1);
         // Before what follows, which is in 32 bits as far as a binding goes.
-        let work = rec.scratch(work_label, (pairs + WORK_WORDS * counts) as u64 * 4)?;
+        let [counts, work] = chunks.scratch(rec, pairs, buckets, WORDS)?;
         params.buckets = buckets as u32;
         params.stride = slots as u32 + 1;
-        params.rank_base = counts as u32;
-        params.place_base = (counts + pairs) as u32;
-        params.start_base = (2 * counts + pairs) as u32;
+        params.experts = self.experts as u32;
+        params.width = Chunks::width(buckets) as u32;
+        params.rank_base = params.chunks * params.width;
         params.top_k = self.top_k as u32;
         params.all_slots = self.slots as u32;
         params.routed = u32::from(self.ids.is_some());
         params.run = self.run as u32;
         params.every_slot = u32::from(used.is_none());
         params.slots = used.unwrap_or(params.slots);
-        let vars = align::vars(chunks.at_once, true);
         let (bytes, grid) = (bytemuck::bytes_of(&params), Grid::folded(1, params.chunks));
-        let counting = pipeline(rec.gpu(), &RUNS_COUNT, vars.clone())?;
-        let buffers = [ids, self.token_lora_mapping, &aligned.view, &work, self.status];
+        let counting = pipeline(rec.gpu(), &RUNS_COUNT, align::vars(chunks.at_once, true))?;
+        let buffers = [ids, self.token_lora_mapping, &aligned.view, &counts, self.status];
         rec.dispatch(pass, &counting, bytes, &buffers, &grid);
-        let placing = pipeline(rec.gpu(), &RUNS_SCATTER, vars)?;
-        rec.dispatch(pass, &placing, bytes, &buffers[..4], &grid);
+        let placing = pipeline(rec.gpu(), &RUNS_SCATTER, align::vars(chunks.at_once, true))?;
+        rec.dispatch(pass, &placing, bytes, &[ids, self.token_lora_mapping, &counts, &aligned.view, &work], &grid);
         Ok(Runs { aligned, most: self.run, base: params.run_base, columns: run_columns })
     }
 }

@@ -86,7 +86,7 @@ impl LoraBatch {
             return Ok(self);
         }
         let sites: Vec<&LoraSite> = sites.collect();
-        let (slots, work_label) = (self.slots, "align work");
+        let slots = self.slots;
         if caps.matrix && self.folds && !rows::tokens_apart(&caps, tokens) {
             // Only the shrink reads it: products add the rest.
             let columns: Vec<u32> = sites.iter().map(|s| lora_matrix::column_tiles(s, self.max_rank)[0]).collect();
@@ -96,7 +96,6 @@ impl LoraBatch {
                 experts: 1,
                 tile: lora_matrix::RUN,
                 label: "adapter runs",
-                work_label,
                 ids: None,
                 token_lora_mapping: &self.token_lora_mapping,
                 slots,
@@ -111,7 +110,7 @@ impl LoraBatch {
         if let Some(tile) = rows::adapter_tile(&caps, tokens, self.adapters()) {
             let columns = sites.iter().flat_map(|s| lora::column_tiles(&caps, s, self.max_rank, tile));
             let (label, ids, columns) = ("adapter tiles", &self.token_lora_mapping, &columns.collect::<Vec<u32>>());
-            let align = Align { pairs: tokens, buckets: slots, tile, label, work_label, ids, columns };
+            let align = Align { pairs: tokens, buckets: slots, tile, label, ids, columns };
             self.aligned = Some(align.record_used(rec, pass, &self.used, 1)?);
         }
         Ok(self)

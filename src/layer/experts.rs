@@ -203,17 +203,9 @@ impl MoeLayer {
     ) -> Result<Option<Aligned>> {
         let Some(tile) = rows::tile(caps, pairs, self.experts) else { return Ok(None) };
         let columns: Vec<u32> = self.gate_up.columns(caps, tile).chain(self.down.columns(caps, tile)).collect();
-        Align {
-            pairs,
-            buckets: self.experts,
-            tile,
-            label: "expert tiles",
-            work_label: "align work",
-            ids,
-            columns: &columns,
-        }
-        .record(rec, pass)
-        .map(Some)
+        Align { pairs, buckets: self.experts, tile, label: "expert tiles", ids, columns: &columns }
+            .record(rec, pass)
+            .map(Some)
     }
 
     /// Tiles of the adapter stream, or `None` when pairs go one by one.
@@ -234,7 +226,7 @@ impl MoeLayer {
             .flat_map(|s| lora::column_tiles(caps, s, batch.max_rank, tile))
             .collect();
         let buckets = batch.slots * self.experts;
-        Align { pairs, buckets, tile, label: "virtual tiles", work_label: "align work", ids, columns: &columns }
+        Align { pairs, buckets, tile, label: "virtual tiles", ids, columns: &columns }
             .record_used(rec, pass, &batch.used, self.experts)
             .map(Some)
     }

@@ -76,8 +76,8 @@ impl MoeLayer {
         let aligned = match few {
             Few::Single => None,
             Few::Tiles(tile) => {
-                let (label, work_label) = ("expert tiles", "align work");
-                let align = Align { pairs: rows, buckets: self.experts, tile, label, work_label, ids, columns: &[] };
+                let label = "expert tiles";
+                let align = Align { pairs: rows, buckets: self.experts, tile, label, ids, columns: &[] };
                 Some(align.record(rec, pass)?)
             }
         };

@@ -251,7 +251,7 @@ impl OnDevice {
 pub fn poisoned(gpu: &Gpu) -> Recording {
     let mut rec = Recording::new(gpu);
     let words = SCRATCH_WORDS.min(gpu.capabilities().max_binding_bytes as usize / 4);
-    for label in SCRATCH.into_iter().chain(["align work"]) {
+    for label in SCRATCH.into_iter().chain(["align counts", "align places"]) {
         let scratch = rec.scratch(label, words as u64 * 4).unwrap();
         gpu.queue().write_buffer(&scratch.buffer, 0, bytemuck::cast_slice(&vec![UNWRITTEN_I32; words]));
     }
