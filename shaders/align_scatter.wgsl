@@ -4,7 +4,6 @@
 // workgroup writes the count and the dispatch arguments of every consumer. Sentinel tiles come last: counted, but not
 // dispatched.
 {% set stage = "place" %}
-{% set word = "u32" %}
 {% include "shared/align.wgsl" %}
 
 var<workgroup> scan_scratch: array<u32, {{ lanes }}>;
@@ -16,7 +15,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         return;
     }
     let width = params.buckets + 1u;
-    let places = chunk * params.width;
+    let places = chunk * width;
     // Each invocation owns a run of neighbouring buckets, so that one scan, of the lengths of the runs, is enough. Until then places
     // count from the beginning of their run.
     let own = (width + {{ lanes - 1 }}u) / {{ lanes }}u;
@@ -32,7 +31,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
         var c = 0u;
         for (; c + 16u <= params.chunks; c = c + 16u) {
             {% for i in range(16) %}
-            let count{{ i }} = counts[(c + {{ i }}u) * params.width + bucket];
+            let count{{ i }} = counts[(c + {{ i }}u) * width + bucket];
             {% endfor %}
             {% for i in range(16) %}
             before = before + select(0u, count{{ i }}, c + {{ i }}u < chunk);
@@ -40,7 +39,7 @@ fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
             {% endfor %}
         }
         for (; c < params.chunks; c = c + 1u) {
-            let count = counts[c * params.width + bucket];
+            let count = counts[c * width + bucket];
             before = before + select(0u, count, c < chunk);
             total = total + count;
         }

@@ -1,165 +1,177 @@
-// Second of two, behind `align_count`, where pairs are sorted by expert and, within one, by adapter. Experts are padded to whole
-// tiles, as by `align_scatter`, their adapters are not. The pairs of an expert and adapter are cut into runs of so many at most: where each
-// begins and ends is written, too, so that the adapters' stages need no sorting of their own.
-{% set stage = "place" %}
-{% set word = "vec4<u32>" %}
-{% include "shared/align.wgsl" %}
+// Second of two, behind `runs_count`, where pairs are sorted by expert and, within one, by adapter. Since chunks follow each other in
+// the order of their adapters, to place pairs by expert alone keeps that order: experts are padded to whole tiles, as by
+// `align_scatter`, their adapters are not. The pairs of an expert and adapter are cut into runs of so many at most: where each begins
+// and ends is written, too, so that the adapters' stages need no sorting of their own. A workgroup places the pairs of
+// {{ "a chunk" if held else "some neighbouring chunks" }}, and finds on its own where they begin, as those of `align_scatter` do.
+{% include "shared/align_runs.wgsl" %}
+// What the first stage has left: pairs of a chunk with each expert [chunks, E_l + 1], rank in its chunk [P].
+@group(0) @binding(3) var<storage, read> counts: array<u32>;
+// 16 x [x, y, z, 0] dispatch arguments, count, tiles, runs, then expert_ids [C/B], sorted_token_ids [C], places [P], and runs: four
+// words each.
+@group(0) @binding(4) var<storage, read_write> aligned: array<i32>;
+// Of the pairs of a chunk with an expert: where they begin, where those of its adapter begin and end, and the runs before these.
+// Places and runs count from the first expert of an invocation.
+{% if held %}
+var<workgroup> work: array<vec4<u32>, {{ held }}>; // [E_l + 1]
+{% else %}
+@group(0) @binding(5) var<storage, read_write> work: array<vec4<u32>>; // [chunks, E_l + 1]
+{% endif %}
+{% macro of_chunk(chunk) %}{% if not held %}{{ chunk }} * width + {% endif %}{% endmacro %}
 
-// What neighbouring buckets do to the place at which they begin: the pairs (x) up to the first end of an expert among them, if there
-// is one (y), and the places behind that end (z), which is padded. And their runs (w).
-var<workgroup> scan_scratch: array<vec4<u32>, {{ lanes }}>;
+{% include "shared/announce.wgsl" %}
 
-fn whole_tiles(places: u32) -> u32 {
-    return (places + params.tile - 1u) / params.tile * params.tile;
+// Places and runs of the experts of each invocation; at last those before them.
+var<workgroup> scan_scratch: array<vec2<u32>, {{ lanes }}>;
+
+// A pair, P for none, with what is known of it before its place is.
+struct Pair {
+    pair: u32,
+    bucket: u32,
+    rank: u32,
+    chunk: u32,
+    slot: i32,
 }
 
-// What a bucket of `total` pairs does. Those that end an expert, and that of no expert, have no adapter and no runs.
-fn one_bucket(total: u32, closes: bool) -> vec4<u32> {
-    return select(vec4<u32>(total, 0u, 0u, (total + params.run - 1u) / params.run), vec4<u32>(total, 1u, 0u, 0u), closes);
+// Number `i` of the `all` of neighbouring chunks.
+fn load_pair(first_chunk: u32, i: u32, all: u32) -> Pair {
+    var got = Pair(params.pairs, 0u, 0u, first_chunk, -1);
+    if (i < all) {
+        {% if held %}
+        got.pair = pair_at(first_chunk, i);
+        {% else %}
+        let chunk = i / params.chunk_pairs;
+        got.chunk = first_chunk + chunk;
+        got.pair = pair_at(got.chunk, i - chunk * params.chunk_pairs);
+        {% endif %}
+        if (got.pair < params.pairs) {
+            got.bucket = bucket_of(got.pair);
+            got.rank = counts[params.rank_base + got.pair];
+            got.slot = chunked[params.slot_base + got.chunk];
+        }
+    }
+    return got;
 }
 
-// One after the other.
-fn joined(a: vec4<u32>, b: vec4<u32>) -> vec4<u32> {
-    let behind = a.z + b.x;
-    let ended = vec4<u32>(a.x, 1u, select(behind, whole_tiles(behind) + b.z, b.y != 0u), a.w + b.w);
-    return select(vec4<u32>(a.x + b.x, b.y, b.z, a.w + b.w), ended, a.y != 0u);
-}
-
-// The place behind buckets that begin at the first.
-fn end_of(buckets: vec4<u32>) -> u32 {
-    return select(buckets.x, whole_tiles(buckets.x) + buckets.z, buckets.y != 0u);
+fn runs_of(places: u32) -> u32 {
+    return (places + params.run - 1u) / params.run;
 }
 
 @compute @workgroup_size({{ lanes }})
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
-    let chunk = folded(workgroup);
-    if (chunk >= params.chunks) {
+    let group = folded(workgroup);
+    let chunks = chunk_count();
+    let begin = {{ "group" if held else "group * params.each" }};
+    if (group > 0u && begin >= chunks) {
         return;
     }
-    let eights = params.width / 8u;
-    let none = params.stride - 1u;
-    // For each bucket: where the pairs of this chunk begin in it, where it begins and ends, and the runs before it.
-    let places = chunk * eights * 8u;
-    let starts = places + eights * 2u;
-    let ends = starts + eights * 2u;
-    let runs = ends + eights * 2u;
-    // Each invocation takes eight neighbouring buckets, whose counts are what memory hands out at once, and so all of them as many as
-    // they can; behind those come the next. `all` is what buckets before do. Those past the sentinels' have nothing.
-    var all = vec4<u32>();
-    for (var begin = 0u; begin < eights; begin = begin + {{ lanes }}u) {
-        let eight = begin + lane;
-        var before0 = vec4<u32>();
-        var before1 = vec4<u32>();
-        var total0 = vec4<u32>();
-        var total1 = vec4<u32>();
-        if (eight < eights) {
-            // Many counts are loaded at a time, for one after the other each would be waited for. Each workgroup begins with its own
-            // chunk, so that they do not all ask for the same.
-            {% set at_once = 8 %}
-            for (var c = 0u; c < params.chunks; c = c + {{ at_once }}u) {
-                {% for i in range(at_once) %}
-                let behind{{ i }} = min(c + {{ i }}u, params.chunks - 1u) + chunk;
-                let from{{ i }} = select(behind{{ i }}, behind{{ i }} - params.chunks, behind{{ i }} >= params.chunks);
-                let low{{ i }} = counts[(from{{ i }} * eights + eight) * 2u];
-                let high{{ i }} = counts[(from{{ i }} * eights + eight) * 2u + 1u];
-                {% endfor %}
-                {% for i in range(at_once) %}
-                {
-                    let counted = c + {{ i }}u < params.chunks;
-                    let earlier = counted && from{{ i }} < chunk;
-                    before0 = before0 + select(vec4<u32>(), low{{ i }}, earlier);
-                    before1 = before1 + select(vec4<u32>(), high{{ i }}, earlier);
-                    total0 = total0 + select(vec4<u32>(), low{{ i }}, counted);
-                    total1 = total1 + select(vec4<u32>(), high{{ i }}, counted);
+    let behind = min(begin + {{ "1u" if held else "params.each" }}, chunks);
+    let pairs = select(0u, (behind - begin) * params.chunk_pairs, behind > begin);
+    // Asked for before there is so much to wait for.
+    var next = load_pair(begin, lane, pairs);
+    let width = params.buckets + 1u;
+    // Each invocation owns a run of neighbouring experts, so that one scan is enough.
+    let own = (width + {{ lanes - 1 }}u) / {{ lanes }}u;
+    let first = min(lane * own, width);
+    let last = min(first + own, width);
+    // Places and runs of the experts so far, and places of the last of them, padded.
+    var taken = vec2<u32>();
+    var padded = 0u;
+    for (var bucket = first; bucket < last; bucket = bucket + 1u) {
+        // Pairs and runs of the expert so far.
+        var total = 0u;
+        var runs = 0u;
+        // The adapter, where its pairs begin, and the first chunk that does not know where they end.
+        var slot = -1;
+        var start = 0u;
+        var open = begin;
+        // Many counts are loaded at a time, for one after the other each would be waited for.
+        {% set at_once = 16 %}
+        for (var c = 0u; c < chunks; c = c + {{ at_once }}u) {
+            {% for i in range(at_once) %}
+            let at{{ i }} = min(c + {{ i }}u, chunks - 1u);
+            let slot{{ i }} = chunked[params.slot_base + at{{ i }}];
+            let count{{ i }} = select(0u, counts[at{{ i }} * width + bucket], c + {{ i }}u < chunks);
+            {% endfor %}
+            {% for i in range(0, at_once, 4) %}
+            // Slots ascend, so what lies between two of the same is the same.
+            if (slot{{ i }} == slot && slot{{ i + 3 }} == slot && (behind <= c + {{ i }}u || begin >= c + {{ i + 4 }}u)) {
+                total = total + count{{ i }} + count{{ i + 1 }} + count{{ i + 2 }} + count{{ i + 3 }};
+            } else {
+                {% for j in range(i, i + 4) %}
+                if (slot{{ j }} != slot) {
+                    runs = runs + select(0u, runs_of(total - start), slot >= 0);
+                    for (; open < min(c + {{ j }}u, behind); open = open + 1u) {
+                        work[{{ of_chunk("open") }}bucket].z = taken.x + total;
+                    }
+                    slot = slot{{ j }};
+                    start = total;
                 }
+                if (c + {{ j }}u >= begin && c + {{ j }}u < behind) {
+                    work[{{ of_chunk("(c + " ~ j ~ "u)") }}bucket] = vec4<u32>(taken.x + total, taken.x + start, 0u, taken.y + runs);
+                }
+                total = total + count{{ j }};
                 {% endfor %}
             }
+            {% endfor %}
         }
-        // Buckets of an expert before this one, and what the bucket does.
-        let rest0 = eight * 8u % params.stride;
-        {% for b in range(8) %}
-        let bucket{{ b }} = one_bucket(total{{ b // 4 }}[{{ b % 4 }}], rest{{ b }} == none || eight * 8u + {{ b }}u == params.buckets);
-        let rest{{ b + 1 }} = select(rest{{ b }} + 1u, 0u, rest{{ b }} == none);
-        {% endfor %}
-        var mine = bucket0;
-        {% for b in range(1, 8) %}
-        mine = joined(mine, bucket{{ b }});
-        {% endfor %}
-        scan_scratch[lane] = mine;
+        for (; open < behind; open = open + 1u) {
+            work[{{ of_chunk("open") }}bucket].z = taken.x + total;
+        }
+        runs = runs + select(0u, runs_of(total - start), slot >= 0);
+        padded = (total + params.tile - 1u) / params.tile * params.tile;
+        taken = taken + vec2<u32>(padded, select(0u, runs, bucket < params.buckets));
+    }
+    scan_scratch[lane] = taken;
+    workgroupBarrier();
+    for (var reach = 1u; reach < {{ lanes }}u; reach = reach * 2u) {
+        var sum = scan_scratch[lane];
+        if (lane >= reach) {
+            sum = sum + scan_scratch[lane - reach];
+        }
         workgroupBarrier();
-        for (var reach = 1u; reach < {{ lanes }}u; reach = reach * 2u) {
-            var sum = scan_scratch[lane];
-            if (lane >= reach) {
-                sum = joined(scan_scratch[lane - reach], sum);
-            }
-            workgroupBarrier();
-            scan_scratch[lane] = sum;
-            workgroupBarrier();
-        }
-        var passed0 = all;
-        if (lane > 0u) {
-            passed0 = joined(all, scan_scratch[lane - 1u]);
-        }
-        {% for b in range(8) %}
-        let start{{ b }} = end_of(passed{{ b }});
-        let passed{{ b + 1 }} = joined(passed{{ b }}, bucket{{ b }});
-        {% endfor %}
-        if (eight < eights) {
-            {% for h in range(2) %}
-            {% set b = h * 4 %}
-            let start_of{{ h }} = vec4<u32>(start{{ b }}, start{{ b + 1 }}, start{{ b + 2 }}, start{{ b + 3 }});
-            work[places + eight * 2u + {{ h }}u] = start_of{{ h }} + before{{ h }};
-            work[starts + eight * 2u + {{ h }}u] = start_of{{ h }};
-            work[ends + eight * 2u + {{ h }}u] = start_of{{ h }} + total{{ h }};
-            work[runs + eight * 2u + {{ h }}u] = vec4<u32>(passed{{ b }}.w, passed{{ b + 1 }}.w, passed{{ b + 2 }}.w, passed{{ b + 3 }}.w);
-            {% endfor %}
-        }
-        // What is before the sentinels is dispatched.
-        if (chunk == 0u && eight == params.buckets / 8u) {
-            var start = start0;
-            var total = total0.x;
-            var runs_before = passed0.w;
-            {% for b in range(1, 8) %}
-            if (params.buckets % 8u == {{ b }}u) {
-                start = start{{ b }};
-                total = total{{ b // 4 }}[{{ b % 4 }}];
-                runs_before = passed{{ b }}.w;
-            }
-            {% endfor %}
-            let tiles = start / params.tile;
-            aligned[64] = i32(start + whole_tiles(total));
-            aligned[65] = i32(tiles);
-            aligned[66] = i32(runs_before);
-            for (var consumer = 0u; consumer < params.consumers; consumer = consumer + 1u) {
-                announce(consumer, select(runs_before, tiles, consumer < params.tile_consumers));
-            }
-        }
-        all = joined(all, scan_scratch[{{ lanes - 1 }}]);
+        scan_scratch[lane] = sum;
         workgroupBarrier();
     }
+    let end = scan_scratch[lane];
+    scan_scratch[lane] = end - taken;
+    // What is before the sentinels is dispatched.
+    if (group == 0u && first < last && last == width) {
+        let tiles = (end.x - padded) / params.tile;
+        aligned[64] = i32(end.x);
+        aligned[65] = i32(tiles);
+        aligned[66] = i32(end.y);
+        for (var consumer = 0u; consumer < params.consumers; consumer = consumer + 1u) {
+            announce(consumer, select(end.y, tiles, consumer < params.tile_consumers));
+        }
+    }
+    {% if not held %}
     storageBarrier();
+    {% endif %}
     workgroupBarrier();
-    for (var i = lane; i < params.chunk_pairs; i = i + {{ lanes }}u) {
-        let pair = chunk * params.chunk_pairs + i;
-        if (pair < params.pairs) {
-            let bucket = bucket_of(pair);
-            let four = bucket / 4u;
-            let rank_at = params.rank_base + pair;
-            let place = work[places + four][bucket % 4u] + counts[rank_at / 4u][rank_at % 4u];
-            aligned[params.sorted_base + place] = i32(pair);
-            aligned[params.places_base + pair] = i32(place);
-            let expert = bucket / params.stride;
-            // Experts begin with a tile, and all its first places are pairs.
-            if (bucket < params.buckets && place % params.tile == 0u) {
-                aligned[params.expert_base + place / params.tile] = i32(expert);
-            }
-            let rank = place - work[starts + four][bucket % 4u];
-            if (bucket < params.buckets && bucket - expert * params.stride != none && rank % params.run == 0u) {
-                let to = params.run_base + (work[runs + four][bucket % 4u] + rank / params.run) * 4u;
-                aligned[to] = token_lora_mapping[pair / params.top_k] * i32(params.experts) + i32(expert);
-                aligned[to + 1u] = i32(place);
-                aligned[to + 2u] = i32(min(place + params.run, work[ends + four][bucket % 4u]));
-            }
+    for (var i = lane; i < pairs; i = i + {{ lanes }}u) {
+        let now = next;
+        next = load_pair(begin, i + {{ lanes }}u, pairs);
+        if (now.pair >= params.pairs) {
+            continue;
+        }
+        let before = scan_scratch[now.bucket / own];
+        let known = work[{{ of_chunk("now.chunk") }}now.bucket];
+        let place = before.x + known.x + now.rank;
+        aligned[params.sorted_base + place] = i32(now.pair);
+        aligned[params.places_base + now.pair] = i32(place);
+        if (now.bucket == params.buckets) {
+            continue;
+        }
+        // Experts begin with a tile, and all its first places are pairs.
+        if (place % params.tile == 0u) {
+            aligned[params.expert_base + place / params.tile] = i32(now.bucket);
+        }
+        let rank = place - before.x - known.y;
+        if (now.slot >= 0 && rank % params.run == 0u) {
+            let word = params.run_base + (before.y + known.w + rank / params.run) * 4u;
+            aligned[word] = now.slot * i32(params.buckets) + i32(now.bucket);
+            aligned[word + 1u] = i32(place);
+            aligned[word + 2u] = i32(min(place + params.run, before.x + known.z));
         }
     }
 }

@@ -228,6 +228,7 @@ fn check_many(gpu: &Gpu, Many { case, apart, folded }: &Many) -> Result<(), Stri
             reach: 0.0,
             everyone: false,
             aligned: None,
+            chunks: None,
             matrix_runs: None,
         };
         let batch = batch.prepare(rec, pass, tokens, std::iter::once(&site), &status)?;

@@ -22,7 +22,7 @@ use wgmoe::kernels::lora_matrix::{self, InBlocks, LoraExpandTiles, LoraShrinkMat
 use wgmoe::kernels::operands::Rows;
 use wgmoe::kernels::pack::{Form, pack};
 use wgmoe::kernels::pair_shrink::PairShrink;
-use wgmoe::kernels::runs::AlignRuns;
+use wgmoe::kernels::runs::{AlignRuns, TokenChunks};
 use wgmoe::kernels::tile_rows::TileRows;
 use wgmoe::plan::matrix::{self, DEPTH_PARTS, FOLDED_SLOTS, MatrixTile, factor_exponent, largest_magnitude};
 use wgmoe::plan::tuning::Tuning;
@@ -411,16 +411,15 @@ fn check_matrix(gpu: &Gpu, case: &Case) -> Result<(), String> {
         let words = pairs * projections * max_rank;
         let u = rec.scratch("lora u", words as u64 * 4)?;
         gpu.queue().write_buffer(&u.buffer, 0, bytemuck::cast_slice(&vec![UNWRITTEN_I32; words]));
+        let used: Vec<usize> = (0..slots).collect();
+        let chunks = TokenChunks::record(rec, pass, "chunks", (case.tokens, &mapping_view), (slots, &used))?;
         let runs = AlignRuns {
-            pairs,
+            chunks: &chunks,
             top_k: case.top_k,
             experts: case.experts,
             tile,
             label: "tiles",
             ids: Some(&ids_view),
-            token_lora_mapping: &mapping_view,
-            slots,
-            used: &(0..slots).collect::<Vec<usize>>(),
             status: &status,
             run: lora_matrix::RUN,
             columns: &[1],
@@ -547,16 +546,16 @@ fn check_folded(
         let runs = match shrink {
             None => None,
             Some(run) => {
+                let used: Vec<usize> = (0..slots).collect();
+                let chunks =
+                    TokenChunks::record(rec, pass, "chunks", (pairs / case.top_k, &mapping_view), (slots, &used))?;
                 let align = AlignRuns {
-                    pairs,
+                    chunks: &chunks,
                     top_k: case.top_k,
                     experts,
                     tile: tile.unwrap_or(run),
                     label,
                     ids: tile.map(|_| &ids_view),
-                    token_lora_mapping: &mapping_view,
-                    slots,
-                    used: &(0..slots).collect::<Vec<usize>>(),
                     status: &status,
                     run,
                     columns,

@@ -11,7 +11,7 @@ use gpu_run::{Output, read, run, upload};
 use proptest::prelude::*;
 use wgmoe::Gpu;
 use wgmoe::kernels::align::Aligned as Place;
-use wgmoe::kernels::runs::{AlignRuns, Runs as At};
+use wgmoe::kernels::runs::{AlignRuns, Runs as At, TokenChunks};
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::reference::{self, Aligned, Runs};
 use wgmoe::router::{STATUS_ID, STATUS_SLOT};
@@ -58,16 +58,14 @@ fn runs_on(gpu: &Gpu, case: &Case) -> (Runs, u32) {
         // Larger than needed, and full of words that are neither padding nor a label.
         let out = rec.scratch("tiles", words as u64 * 4)?;
         gpu.queue().write_buffer(&out.buffer, 0, bytemuck::cast_slice(&vec![UNWRITTEN_I32; words]));
+        let (tokens, slots) = ((case.mapping.len(), &mapping), (case.slots, &*case.used));
         let align = AlignRuns {
-            pairs,
+            chunks: &TokenChunks::record(rec, pass, "chunks", tokens, slots)?,
             top_k: case.top_k,
             experts: case.experts,
             tile: case.tile,
             label: "tiles",
             ids: ids.as_ref(),
-            token_lora_mapping: &mapping,
-            slots: case.slots,
-            used: &case.used,
             status: &status.view,
             run: case.run,
             columns: COLUMNS[0],
@@ -174,24 +172,17 @@ fn slots_that_there_are_no_bits_for_are_all_counted() {
 }
 
 #[test]
-fn chunks_grow_where_many_buckets_leave_no_room_for_many_of_them() {
+fn many_adapters_have_chunks_of_their_own_which_few_workgroups_place() {
     for gpu in device::every_tier() {
-        let (experts, slots) = (33, 600);
-        let mut case = case(Routing::Uniform, AdapterMix::Uniform, [600, 4, experts, slots], [16, 16]);
-        case.mapping[0] = 599;
-        case.used = used(&case.mapping, slots);
-        // Four words for each bucket of a chunk, in whole eights; without this limit there would be 38 chunks.
-        for chunks in [1, 2, 3] {
-            let own = gpu.capabilities().clone();
-            let counts = (experts * (slots + 1) + 1).next_multiple_of(8) * chunks;
-            let words = (4 * counts).max(counts + case.pairs().next_multiple_of(4));
-            let max_binding_bytes = own.max_binding_bytes.min(words as u64 * 4);
-            let small = gpu.with_capabilities(Capabilities { max_binding_bytes, ..own });
-            assert_eq!(check(&small, &case), Ok(0));
-            let mut wrong = case.clone();
-            *wrong.mapping.last_mut().unwrap() = slots as i32;
-            assert_eq!(check(&small, &wrong), Ok(STATUS_SLOT));
-        }
+        let mut case = case(Routing::Uniform, AdapterMix::Uniform, [600, 3, 33, 400], [16, 16]);
+        // More chunks than workgroups, and a slot whose chunks several workgroups share.
+        case.mapping.iter_mut().take(350).enumerate().for_each(|(token, slot)| *slot = (token % 300) as i32);
+        case.mapping.iter_mut().skip(350).for_each(|slot| *slot = 77);
+        case.used = used(&case.mapping, 400);
+        assert_eq!(check(&gpu, &case), Ok(0));
+        let mut wrong = case.clone();
+        *wrong.mapping.last_mut().unwrap() = 400;
+        assert_eq!(check(&gpu, &wrong), Ok(STATUS_SLOT));
     }
 }
 

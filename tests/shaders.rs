@@ -17,7 +17,7 @@ use wgmoe::kernels::{
     activation, activation_blocks, align, attention, attention_matrix, attention_split, combine, count, dense_gemm,
     down_combine, embed, expand_norm, expert_gemm, expert_gemm_matrix, fold_blocks, localise, lora, lora_gather,
     lora_matrix, matrix_probe, norm, norm_pack, pack, pair_expand_shrink, pair_gemm, pair_gemm_shrink, pair_shrink,
-    random, rate, remap, rope, route, sample, stream, tile_rows,
+    random, rate, remap, rope, route, runs, sample, stream, tile_rows,
 };
 use wgmoe::plan::capabilities::Capabilities;
 use wgmoe::plan::classes::classes;
@@ -38,7 +38,8 @@ fn params_of(stem: &str) -> Layout {
         "localise_quotas" => layout::<localise::LocaliseQuotasParams>(),
         "localise_copies" => layout::<localise::LocaliseCopiesParams>(),
         "remap" => layout::<remap::RemapParams>(),
-        "align_few" | "align_count" | "align_scatter" | "runs_scatter" => layout::<align::AlignParams>(),
+        "align_few" | "align_count" | "align_scatter" => layout::<align::AlignParams>(),
+        "runs_count" | "runs_scatter" => layout::<runs::AlignRunsParams>(),
         "expert_gemm" => layout::<expert_gemm::ExpertGemmParams>(),
         "lora_shrink" => layout::<lora::LoraShrinkParams>(),
         "lora_shrink_matrix" => layout::<lora_matrix::LoraShrinkMatrixParams>(),

@@ -148,7 +148,7 @@ impl Engine {
         self.runner.rec.profile(queries, capacity);
     }
 
-    /// The labels of the dispatches profiled since the last call, in order.
+    /// The labels of the dispatches that were profiled, in order; those to come are not.
     pub fn profiled(&mut self) -> Vec<String> {
         self.runner.rec.profiled()
     }

@@ -44,38 +44,14 @@ params! {
         consumers: u32,
         /// Word of the places in the output buffer.
         places_base: u32,
-        /// 0, or ids are slot · stride + rest and buckets count the slots that occur. Of runs: buckets of an expert.
+        /// 0, or ids are slot · stride + rest and buckets count the slots that occur.
         stride: u32,
-        /// Of runs, as what follows: A.
-        top_k: u32,
-        /// L.
-        all_slots: u32,
-        /// 1: pairs have ids, 0: all have expert 0.
-        routed: u32,
-        /// Most pairs of a run.
-        run: u32,
-        /// Word of the runs in the output buffer.
-        run_base: u32,
-        /// Consumers of tiles, which come first.
-        tile_consumers: u32,
-        /// 1: each slot counts as one that occurs.
-        every_slot: u32,
-        /// Of all, again: pairs of a chunk.
+        /// Pairs of a chunk.
         chunk_pairs: u32,
-        /// Counts from a chunk to the next.
-        width: u32,
-        /// Of runs: experts.
-        experts: u32,
-        /// Padding.
-        pad0: u32,
-        /// Padding.
-        pad1: u32,
-        /// Padding.
-        pad2: u32,
         /// Column tiles of each consumer.
-        columns: [u32; 16],
+        columns: [u32; MAX_CONSUMERS],
         /// A bit for each slot that occurs.
-        slots: [u32; 16],
+        slots: [u32; MOST_USED / 32],
     }
 }
 
@@ -154,22 +130,22 @@ const MOST_COUNTS: usize = 1 << 22;
 
 /// How pairs are cut into chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Chunks {
+struct Chunks {
     /// One of [`CHUNKS`].
-    pub at_once: u32,
+    at_once: u32,
     /// Pairs of a chunk: so many once or, where many buckets make many counts, several times.
-    pub pairs: usize,
+    pairs: usize,
     /// Chunks, at least one.
-    pub n: usize,
+    n: usize,
 }
 
 impl Chunks {
-    /// For buffers of at most `room` bytes: one with a word for each bucket of each chunk and each pair, and one with so many `words`
-    /// for each bucket of each chunk. Where that is too little for any, all pairs are one chunk.
-    pub fn new(pairs: usize, buckets: usize, words: usize, room: u64) -> Self {
+    /// For buffers of at most `room` bytes: one with a word for each bucket of each chunk and each pair, and one with a word for each
+    /// bucket of each chunk. Where that is too little for any, all pairs are one chunk.
+    fn new(pairs: usize, buckets: usize, room: u64) -> Self {
         let [.., largest] = CHUNKS;
-        let counts = (room / 4).saturating_sub(Self::ranks(pairs) as u64).min(room / 4 / words as u64);
-        let most = MOST_COUNTS.min(counts as usize) / Self::width(buckets);
+        let counts = (room / 4).saturating_sub(pairs as u64);
+        let most = MOST_COUNTS.min(counts as usize) / (buckets + 1);
         let few = |chunks: usize| chunks <= FEW_CHUNKS || chunks <= 2 * FEW_CHUNKS && chunks * buckets <= FEW_COUNTS;
         let chunks = |at_once: u32| pairs.div_ceil(at_once as usize).max(1);
         let fits = |at_once: &u32| few(chunks(*at_once)) && chunks(*at_once) <= most;
@@ -178,23 +154,16 @@ impl Chunks {
         let of_chunk = times * at_once as usize;
         Self { at_once, pairs: of_chunk, n: pairs.div_ceil(of_chunk).max(1) }
     }
+}
 
-    /// Counts from a chunk to the next: those of `buckets` and of the sentinels, up to whole eights, which are loaded together.
-    pub const fn width(buckets: usize) -> usize {
-        (buckets + 1).next_multiple_of(8)
-    }
+/// Room for what a first stage counts: a word for each of `counts`, and for each of `pairs` its rank.
+pub(super) fn counted(rec: &mut Recording, counts: usize, pairs: usize) -> Result<View> {
+    rec.scratch("align counts", (counts + pairs) as u64 * 4)
+}
 
-    /// Words of the ranks of `pairs`, which stand behind all counts: whole vectors of four, as they are read.
-    const fn ranks(pairs: usize) -> usize {
-        pairs.next_multiple_of(4)
-    }
-
-    /// Room for what the first stage counts of `pairs` and `buckets`, and for the `words` that the second has for each bucket of each chunk.
-    pub fn scratch(&self, rec: &mut Recording, pairs: usize, buckets: usize, words: usize) -> Result<[View; 2]> {
-        let counts = self.n * Self::width(buckets);
-        let counted = rec.scratch("align counts", (counts + Self::ranks(pairs)) as u64 * 4)?;
-        Ok([counted, rec.scratch("align places", (words * counts) as u64 * 4)?])
-    }
+/// Room for what a second stage makes of `counts`, so many `words` of each.
+pub(super) fn places(rec: &mut Recording, counts: usize, words: usize) -> Result<View> {
+    rec.scratch("align places", (words * counts) as u64 * 4)
 }
 
 /// Pairs that are aligned at once at most.
@@ -202,18 +171,18 @@ pub const FEW: usize = 256;
 
 /// The variables of the alignment at once of up to `most` pairs, one of [`FEW_SIZES`].
 pub fn few_vars(most: u32) -> Vars {
-    vec![("lanes", most.min(256).into()), ("most", most.into()), ("runs", false.into())]
+    vec![("lanes", most.min(256).into()), ("most", most.into())]
 }
 
 /// Sizes of the alignment at once.
 pub const FEW_SIZES: [u32; 3] = [64, 128, FEW as u32];
 
 /// Invocations of the second stage.
-const LANES: u32 = 256;
+pub(super) const LANES: u32 = 256;
 
-/// The variables of both stages that count `chunk` pairs at once, and whether pairs are sorted by adapter, too.
-pub fn vars(chunk: u32, runs: bool) -> Vars {
-    vec![("chunk", chunk.into()), ("lanes", LANES.into()), ("runs", runs.into())]
+/// The variables of both stages that count `chunk` pairs at once.
+pub fn vars(chunk: u32) -> Vars {
+    vec![("chunk", chunk.into()), ("lanes", LANES.into())]
 }
 
 /// Column counts of consumers, each once.
@@ -274,18 +243,34 @@ impl Align<'_> {
         at_once: bool,
         (stride, slots): (u32, [u32; MOST_USED / 32]),
     ) -> Result<Aligned> {
-        let words = 1;
-        let chunks = Chunks::new(self.pairs, self.buckets, words, rec.gpu().capabilities().max_binding_bytes);
-        let (aligned, mut params) = self.laid_out(rec, &chunks, &[], 0)?;
-        (params.stride, params.slots) = (stride, slots);
+        let chunks = Chunks::new(self.pairs, self.buckets, rec.gpu().capabilities().max_binding_bytes);
+        let room = self.room(rec, &[], 0)?;
+        let aligned = room.aligned;
+        let counts = chunks.n * (self.buckets + 1);
+        let params = AlignParams {
+            pairs: self.pairs as u32,
+            buckets: self.buckets as u32,
+            tile: self.tile as u32,
+            chunks: chunks.n as u32,
+            capacity: aligned.capacity as u32,
+            expert_base: aligned.expert_base,
+            sorted_base: aligned.sorted_base,
+            rank_base: counts as u32,
+            consumers: aligned.columns.len() as u32,
+            places_base: aligned.places_base,
+            stride,
+            chunk_pairs: chunks.pairs as u32,
+            columns: room.columns,
+            slots,
+        };
         let bytes = bytemuck::bytes_of(&params);
         if at_once && self.pairs <= FEW {
             let most = FEW_SIZES.into_iter().find(|most| self.pairs <= *most as usize).unwrap_or(FEW as u32);
             let pipeline = pipeline(rec.gpu(), &ALIGN_FEW, few_vars(most))?;
             rec.dispatch(pass, &pipeline, bytes, &[self.ids, &aligned.view], &Grid::Direct([1, 1, 1]));
         } else {
-            let [counts, work] = chunks.scratch(rec, self.pairs, self.buckets, words)?;
-            let (vars, grid) = (vars(chunks.at_once, false), Grid::folded(1, params.chunks));
+            let (work, counts) = (places(rec, counts, 1)?, counted(rec, counts, self.pairs)?);
+            let (vars, grid) = (vars(chunks.at_once), Grid::folded(1, params.chunks));
             let counting = pipeline(rec.gpu(), &ALIGN_COUNT, vars.clone())?;
             rec.dispatch(pass, &counting, bytes, &[self.ids, &aligned.view, &counts], &grid);
             let placing = pipeline(rec.gpu(), &ALIGN_SCATTER, vars)?;
@@ -294,15 +279,8 @@ impl Align<'_> {
         Ok(aligned)
     }
 
-    /// Room for the result with `run_words` more at its end, and where its parts and those of the work buffer lie. The arguments of
-    /// `run_columns` stand behind those of tiles.
-    pub(super) fn laid_out(
-        &self,
-        rec: &mut Recording,
-        chunks: &Chunks,
-        run_columns: &[u32],
-        run_words: usize,
-    ) -> Result<(Aligned, AlignParams)> {
+    /// Room for the result with `run_words` more at its end. The arguments of `run_columns` stand behind those of tiles.
+    pub(super) fn room(&self, rec: &mut Recording, run_columns: &[u32], run_words: usize) -> Result<Room> {
         let columns = distinct(self.columns);
         let all = [&columns, run_columns].concat();
         if all.len() > MAX_CONSUMERS {
@@ -311,40 +289,34 @@ impl Align<'_> {
         }
         let capacity = align_capacity(self.pairs, self.buckets, self.tile);
         let sorted_base = HEADER_WORDS + capacity / self.tile;
-        let width = Chunks::width(self.buckets);
-        let rank_base = chunks.n * width;
         let places_base = sorted_base + capacity;
-        let end = places_base + self.pairs;
-        let view = rec.scratch(self.label, (end + run_words) as u64 * 4)?;
-        let mut params = AlignParams {
-            pairs: self.pairs as u32,
-            buckets: self.buckets as u32,
-            tile: self.tile as u32,
-            chunks: chunks.n as u32,
-            chunk_pairs: chunks.pairs as u32,
-            width: width as u32,
-            capacity: capacity as u32,
-            expert_base: HEADER_WORDS as u32,
-            sorted_base: sorted_base as u32,
-            rank_base: rank_base as u32,
-            consumers: all.len() as u32,
-            tile_consumers: columns.len() as u32,
-            places_base: places_base as u32,
-            run_base: end as u32,
-            ..bytemuck::Zeroable::zeroed()
-        };
-        params.columns[..all.len()].copy_from_slice(&all);
+        let run_base = places_base + self.pairs;
+        let view = rec.scratch(self.label, (run_base + run_words) as u64 * 4)?;
+        let mut announced = [0; MAX_CONSUMERS];
+        announced[..all.len()].copy_from_slice(&all);
         let aligned = Aligned {
             view,
             tile: self.tile,
-            expert_base: params.expert_base,
-            sorted_base: params.sorted_base,
-            places_base: params.places_base,
+            expert_base: HEADER_WORDS as u32,
+            sorted_base: sorted_base as u32,
+            places_base: places_base as u32,
             capacity,
             columns,
         };
-        Ok((aligned, params))
+        Ok(Room { aligned, columns: announced, consumers: all.len() as u32, run_base: run_base as u32 })
     }
+}
+
+/// Room for an alignment.
+pub(super) struct Room {
+    /// Where its parts lie.
+    pub aligned: Aligned,
+    /// Column tiles of each consumer, of tiles and then of runs.
+    pub columns: [u32; MAX_CONSUMERS],
+    /// How many there are.
+    pub consumers: u32,
+    /// Word of the runs.
+    pub run_base: u32,
 }
 
 #[cfg(test)]
@@ -354,7 +326,7 @@ mod tests {
     #[test]
     fn chunks_are_longer_only_where_their_counts_would_be_too_many() {
         let wide = |pairs, buckets| {
-            let Chunks { at_once, pairs, n } = Chunks::new(pairs, buckets, 5, 2 << 30);
+            let Chunks { at_once, pairs, n } = Chunks::new(pairs, buckets, 2 << 30);
             (at_once as usize, pairs, n)
         };
         assert_eq!(wide(0, 128), (64, 64, 1));
@@ -373,19 +345,15 @@ mod tests {
     fn the_work_of_all_chunks_fits_the_room_where_that_of_one_does() {
         for (pairs, buckets) in [(0_usize, 1), (1, 7), (300, 128), (8300, 8192), (1 << 17, 1152), (1 << 17, 512 * 1025)]
         {
-            for words in [1, 4] {
-                let counts = |chunks: usize| chunks * Chunks::width(buckets);
-                let bytes =
-                    |chunks: usize| 4 * (Chunks::ranks(pairs) + counts(chunks)).max(words * counts(chunks)) as u64;
-                for most in 1..70 {
-                    let chunks = Chunks::new(pairs, buckets, words, bytes(most));
-                    let Chunks { at_once, pairs: of_chunk, n } = chunks;
-                    assert!(bytes(n) <= bytes(most) && n > 0, "{pairs} {buckets} {most} {chunks:?}");
-                    assert!(n * of_chunk >= pairs && of_chunk % at_once as usize == 0, "{pairs} {chunks:?}");
-                    assert!((n - 1) * of_chunk <= pairs, "{pairs} {chunks:?}");
-                }
-                assert_eq!(Chunks::new(pairs, buckets, words, bytes(1) - 4).n, 1);
+            let bytes = |chunks: usize| 4 * (pairs + chunks * (buckets + 1)) as u64;
+            for most in 1..70 {
+                let chunks = Chunks::new(pairs, buckets, bytes(most));
+                let Chunks { at_once, pairs: of_chunk, n } = chunks;
+                assert!(bytes(n) <= bytes(most) && n > 0, "{pairs} {buckets} {most} {chunks:?}");
+                assert!(n * of_chunk >= pairs && of_chunk % at_once as usize == 0, "{pairs} {chunks:?}");
+                assert!((n - 1) * of_chunk <= pairs, "{pairs} {chunks:?}");
             }
+            assert_eq!(Chunks::new(pairs, buckets, bytes(1) - 4).n, 1);
         }
     }
 }

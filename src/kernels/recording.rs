@@ -267,9 +267,9 @@ impl Recording {
         self.profile = Some(Profile { queries: queries.clone(), capacity, labels: Vec::new() });
     }
 
-    /// The labels of the dispatches profiled since the last call, in order.
+    /// The labels of the dispatches that were profiled, in order; those to come are not.
     pub fn profiled(&mut self) -> Vec<String> {
-        self.profile.as_mut().map(|p| std::mem::take(&mut p.labels)).unwrap_or_default()
+        self.profile.take().map(|p| p.labels).unwrap_or_default()
     }
 
     /// Starts over, keeping buffers and bind groups.

@@ -88,11 +88,11 @@ pub fn variants(caps: &Capabilities) -> Vec<(&'static Kernel, Vars)> {
     all.push((&localise::LOCALISE_COPIES, localise::copy_vars()));
     all.push((&remap::REMAP, Vars::new()));
     for chunk in align::CHUNKS {
-        all.push((&align::ALIGN_COUNT, align::vars(chunk, false)));
-        all.push((&align::ALIGN_SCATTER, align::vars(chunk, false)));
-        all.push((&runs::RUNS_COUNT, align::vars(chunk, true)));
-        all.push((&runs::RUNS_SCATTER, align::vars(chunk, true)));
+        all.push((&align::ALIGN_COUNT, align::vars(chunk)));
+        all.push((&align::ALIGN_SCATTER, align::vars(chunk)));
+        all.push((&runs::RUNS_COUNT, align::vars(chunk)));
     }
+    all.extend([true, false].map(runs::placing));
     for most in align::FEW_SIZES {
         all.push((&align::ALIGN_FEW, align::few_vars(most)));
     }

@@ -9,7 +9,7 @@ use crate::kernels::lora::{self, Factors, Lora, LoraSite};
 use crate::kernels::lora_gather::LoraGather;
 use crate::kernels::lora_matrix;
 use crate::kernels::operands::{Rows, Weights};
-use crate::kernels::runs::{AlignRuns, Runs};
+use crate::kernels::runs::{AlignRuns, Runs, TokenChunks};
 use crate::kernels::{Recording, View};
 use crate::plan::capabilities::Capabilities;
 use crate::plan::matrix::MatrixTile;
@@ -34,7 +34,9 @@ pub struct LoraBatch {
     pub everyone: bool,
     /// Tokens sorted by slot, where there are enough of them.
     pub aligned: Option<Aligned>,
-    /// The same in runs for cooperative matrices.
+    /// The same in chunks, from which pairs are sorted for cooperative matrices.
+    pub chunks: Option<TokenChunks>,
+    /// And in runs for these.
     pub matrix_runs: Option<Runs>,
 }
 
@@ -53,6 +55,7 @@ impl LoraBatch {
             everyone: slots.iter().all(|slot| usize::try_from(*slot).is_ok_and(|slot| slot < pool.slots())),
             used,
             aligned: None,
+            chunks: None,
             matrix_runs: None,
         })
     }
@@ -87,19 +90,22 @@ impl LoraBatch {
         }
         let sites: Vec<&LoraSite> = sites.collect();
         let slots = self.slots;
-        if caps.matrix && self.folds && !rows::tokens_apart(&caps, tokens) {
+        if caps.matrix {
+            self.chunks = Some(self.sorted(rec, pass, "adapter chunks", tokens)?);
+        }
+        if let Some(chunks) = &self.chunks
+            && self.folds
+            && !rows::tokens_apart(&caps, tokens)
+        {
             // Only the shrink reads it: products add the rest.
             let columns: Vec<u32> = sites.iter().map(|s| lora_matrix::column_tiles(s, self.max_rank)[0]).collect();
             let runs = AlignRuns {
-                pairs: tokens,
+                chunks,
                 top_k: 1,
                 experts: 1,
                 tile: lora_matrix::RUN,
                 label: "adapter runs",
                 ids: None,
-                token_lora_mapping: &self.token_lora_mapping,
-                slots,
-                used: &self.used,
                 status,
                 run: lora_matrix::shrink_run(&caps, tokens, self.adapters(), true),
                 columns: &[],
@@ -114,6 +120,20 @@ impl LoraBatch {
             self.aligned = Some(align.record_used(rec, pass, &self.used, 1)?);
         }
         Ok(self)
+    }
+
+    /// Sorts `tokens` tokens by slot.
+    ///
+    /// # Errors
+    /// Those of the align stage.
+    pub(super) fn sorted(
+        &self,
+        rec: &mut Recording,
+        pass: &mut wgpu::ComputePass<'_>,
+        label: &'static str,
+        tokens: usize,
+    ) -> Result<TokenChunks> {
+        TokenChunks::record(rec, pass, label, (tokens, &self.token_lora_mapping), (self.slots, &self.used))
     }
 
     /// Whether a product of `rows` rows on cooperative matrices with `weights` adds these adapters itself: their factors keep
@@ -234,6 +254,7 @@ mod tests {
             reach: 0.0,
             everyone: false,
             aligned: None,
+            chunks: None,
             matrix_runs: None,
         }
     }

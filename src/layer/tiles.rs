@@ -224,16 +224,17 @@ impl MoeLayer {
                     .into_iter()
                     .flat_map(|site| lora_matrix::column_tiles(site, batch.max_rank))
                     .collect();
+                let chunks = match &batch.chunks {
+                    Some(chunks) => chunks.clone(),
+                    None => batch.sorted(rec, pass, "expert chunks", t.tokens)?,
+                };
                 let runs = AlignRuns {
-                    pairs,
+                    chunks: &chunks,
                     top_k,
                     experts,
                     tile,
                     label,
                     ids: Some(ids),
-                    token_lora_mapping: &batch.token_lora_mapping,
-                    slots: batch.slots,
-                    used: &batch.used,
                     status: t.status,
                     run: lora_matrix::shrink_run(&caps, pairs, batch.adapters() * experts, folded),
                     columns,

@@ -14,8 +14,8 @@ pub struct Runs {
     pub dispatch: Vec<[u32; 3]>,
 }
 
-/// Semantics: as [`align()`] by expert, but the pairs of an expert in the order of their adapters' slots, pairs without one last, stable;
-/// and the pairs of each expert and adapter cut every `run`, in the order of their places.
+/// Semantics: as [`align()`] by expert, but the pairs of an expert, and those of none, in the order of their adapters' slots, pairs without
+/// one last, stable; and the pairs of each expert and adapter cut every `run`, in the order of their places.
 ///
 /// `ids`: `[P]`, `mapping`: `[P / top_k]`, slots outside 0..`slots` mean none; `consumers` of tiles and of runs: column tiles of each.
 pub fn align_runs(
@@ -48,6 +48,8 @@ pub fn align_runs(
         }
         begin += tiles * tile;
     }
+    // Those of no expert come behind all tiles.
+    aligned.sorted_token_ids[begin..].sort_by_key(|pair| if is_pair(pair) { slot(*pair) } else { usize::MAX });
     let dispatch = workgroups(runs.len(), run_consumers);
     Runs { aligned, runs, dispatch }
 }

@@ -25,7 +25,7 @@ use crate::gpu_run::{Output, run_in, upload, weights};
 
 pub const SHAPE: MoeShape = MoeShape { experts: 8, top_k: 3, hidden: 24, expert_width: 16 };
 /// Every scratch buffer of a layer, and words that are enough for each.
-const SCRATCH: [&str; 25] = [
+const SCRATCH: [&str; 27] = [
     "router logits",
     "topk_ids",
     "topk",
@@ -40,6 +40,8 @@ const SCRATCH: [&str; 25] = [
     "packed x",
     "packed x in blocks",
     "adapter runs",
+    "adapter chunks",
+    "expert chunks",
     "packed h",
     "lora u",
     "pair sums",
@@ -220,6 +222,7 @@ impl OnDevice {
                     reach: held().map(|s| pool.reach(s)).fold(0.0, f32::max),
                     everyone: self.everyone && self.slots.iter().all(|s| (*s as usize) < pool.slots()),
                     aligned: None,
+                    chunks: None,
                     matrix_runs: None,
                 };
                 Some((batch.prepare(rec, pass, self.tokens, sites.router.iter(), &self.status.view)?, sites, factors))

@@ -27,9 +27,10 @@ use crate::{Device, Format};
 #[derive(Args)]
 #[command(after_help = "\
 Weights are random and made on the device. Each time is the median of many runs by the device's clock, over
-rotating tokens; `least` is what its bytes and multiplications take at the speed of memory and of arithmetic
-that the same command measured, `share` how much of that was reached. `off` compares with the CPU (two
-tokens) and with f32 arithmetic on the device (all tokens); more than the tier's tolerance is an error.
+rotating tokens, of all that a layer does from the router to the sum; tokens are sorted by adapter before, which
+a model does once for all its layers. `least` is what its bytes and multiplications take at the speed of memory
+and of arithmetic that the same command measured, `share` how much of that was reached. `off` compares with the
+CPU (two tokens) and with f32 arithmetic on the device (all tokens); more than the tier's tolerance is an error.
 
 Examples:
   wgmoe bench layer

@@ -143,31 +143,49 @@ impl<'a> Runner<'a> {
     }
 
     /// Records the layer on set `i` of the tokens.
-    fn record(&mut self, i: usize, clock: Option<Clock<'_>>) -> anyhow::Result<(wgpu::CommandBuffer, Routed)> {
+    fn record(&mut self, i: usize, clock: Option<Clock<'_>>) -> anyhow::Result<(Vec<wgpu::CommandBuffer>, Routed)> {
         let Self { bench, gpu, batch, rec, out, status } = self;
         let (layer, pool, tokens) = (&bench.layer.layer, &bench.layer.pool, batch.tokens);
         let input = &batch.inputs[i % batch.inputs.len()];
         rec.reset();
+        let encoder = || gpu.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        let mut commands = Vec::new();
+        let (sites, factors) = pool.layer(0);
+        // Once for all layers of a step: not timed.
+        let lora = match &input.lora {
+            None => None,
+            Some(batch) => {
+                let mut encoder = encoder();
+                let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor::default());
+                let batch = batch.clone().prepare(rec, &mut pass, tokens, sites.router.iter(), status)?;
+                drop(pass);
+                commands.push(encoder.finish());
+                Some(batch)
+            }
+        };
         if let Some(clock) = clock.filter(|clock| clock.profile) {
             rec.profile(clock.times.stages(clock.run), STAGES as usize);
         }
-        let mut encoder = gpu.device().create_command_encoder(&wgpu::CommandEncoderDescriptor::default());
+        let mut encoder = encoder();
         let routed = {
             let timestamp_writes = clock.map(|clock| clock.times.pass(clock.run));
             let mut pass = encoder.begin_compute_pass(&wgpu::ComputePassDescriptor { label: None, timestamp_writes });
-            let (sites, factors) = pool.layer(0);
-            let lora = input.lora.as_ref().map(|batch| (batch, sites, factors));
+            let lora = lora.as_ref().map(|batch| (batch, sites, factors));
             let tensors = MoeTensors { tokens, x: &input.x, out, accumulate: false, status, lora };
             layer.record(rec, &mut pass, &tensors)?
         };
-        Ok((encoder.finish(), routed))
+        commands.push(encoder.finish());
+        Ok((commands, routed))
     }
 
     /// Runs it; the dispatches that were timed, and the chosen experts.
     fn run(&mut self, i: usize, clock: Option<Clock<'_>>) -> anyhow::Result<(Vec<String>, View)> {
         let (commands, routed) = self.record(i, clock)?;
         self.rec.flush();
-        self.gpu.queue().submit([commands]);
+        // Each begins when the one before has ended.
+        for commands in commands {
+            self.gpu.queue().submit([commands]);
+        }
         Ok((self.rec.profiled(), routed.topk_ids))
     }
 }

@@ -454,7 +454,6 @@ fn profile(gpu: &Gpu, engine: &mut Engine, after: usize) -> anyhow::Result<Vec<S
     engine.profile(&queries, count as usize);
     engine.begin_step()?;
     let labels = engine.profiled();
-    engine.profile(&queries, 0);
     finish(engine, |_| {})?;
     let ends = microseconds(gpu, &queries, labels.len())?;
     let mut stages: Vec<Stage> = Vec::new();
