@@ -85,6 +85,7 @@ fn main(
     {% endif %}
     @builtin(subgroup_id) subgroup: u32,
 ) {
+    {% set direct = true %}
     {% include "shared/matrix_item.wgsl" %}
     {# The exponent of a row of x. #}
     {% macro exponent_of(row) %}i32(x[params.exponents + {{ row }}].x){% endmacro %}
@@ -123,7 +124,7 @@ fn main(
 
     // Subgroups share out the rows of a tile, padding included, or its columns where it has few rows. Each way is a loop of its own: a
     // branch around the products would keep loads from running ahead of them.
-    let few = !({{ real(sub_rows ~ "u") }});
+    let few = {{ "row_behind_few >= params.rows" if rows == "tiles" else "first_row + " ~ sub_rows ~ "u >= params.rows" }};
     {% for shared in ["columns", "rows"] %}
     {% if shared == "columns" %}
     {% set column_subgroups = subgroups %}

@@ -99,17 +99,40 @@ fn main(
     // The last run first: of the blocks, what was written last is still in the cache; and behind it stands the product, whose first tiles
     // then are.
     let from_end = folded(workgroup);
-    if (from_end >= u32(ids[66])) {
+    let run_count = u32(ids[66]);
+    if (from_end >= run_count) {
         return;
     }
-    let item = u32(ids[66]) - 1u - from_end;
+    let item = run_count - 1u - from_end;
     {% else %}
     let item = folded(workgroup);
-    if (item >= u32(ids[66])) {
+    let run_count = u32(ids[66]);
+    {% endif %}
+    // Asked for at once: one after the other, each would be waited for.
+    let label = ids[params.run_base + item * 4u];
+    let first_place = u32(ids[params.run_base + item * 4u + 1u]);
+    let end_place = u32(ids[params.run_base + item * 4u + 2u]);
+    {% if not blocks %}
+    if (item >= run_count) {
         return;
     }
     {% endif %}
-    let label = ids[params.run_base + item * 4u];
+    {% if blocks %}
+    let first_row = params.sorted_base + first_place;
+    let own_block = first_place / 16u + subgroup;
+    let own_rows = params.sorted_base + own_block * 16u;
+    {% else %}
+    let own_rows = params.sorted_base + first_place{{ " + subgroup * 16u" if tall }};
+    {% endif %}
+    let end_row = params.sorted_base + end_place;
+    let part = subgroup_lane % {{ part }}u;
+    {% for i in range(loads) %}
+    let row{{ i }} = subgroup_lane / {{ part }}u + {{ i * rows_at_once }}u;
+    {% if not blocks %}
+    // Past the end of a run its last pair is read again, which is in the cache: what becomes of it is never written.
+    let x_at{{ i }} = u32(ids[min(own_rows + row{{ i }}, end_row - 1u)]) / params.row_div * params.x_stride;
+    {% endif %}
+    {% endfor %}
     let rank_tiles = (params.max_rank + 15u) / 16u;
     let r_begin = workgroup.x % rank_tiles * 16u;
     {% for p in range(per) %}
@@ -138,24 +161,6 @@ fn main(
         return;
     }
 
-    let part = subgroup_lane % {{ part }}u;
-    {% if blocks %}
-    let first_row = params.sorted_base + u32(ids[params.run_base + item * 4u + 1u]);
-    let own_block = u32(ids[params.run_base + item * 4u + 1u]) / 16u + subgroup;
-    let own_rows = params.sorted_base + own_block * 16u;
-    {% elif tall %}
-    let own_rows = params.sorted_base + u32(ids[params.run_base + item * 4u + 1u]) + subgroup * 16u;
-    {% else %}
-    let own_rows = params.sorted_base + u32(ids[params.run_base + item * 4u + 1u]);
-    {% endif %}
-    let end_row = params.sorted_base + u32(ids[params.run_base + item * 4u + 2u]);
-    {% for i in range(loads) %}
-    let row{{ i }} = subgroup_lane / {{ part }}u + {{ i * rows_at_once }}u;
-    {% if not blocks %}
-    // Past the end of a run its last pair is read again, which is in the cache: what becomes of it is never written.
-    let x_at{{ i }} = u32(ids[min(own_rows + row{{ i }}, end_row - 1u)]) / params.row_div * params.x_stride;
-    {% endif %}
-    {% endfor %}
     {% for i in range(a_loads) %}
     {% if tall %}
     let a_row{{ i }} = row{{ i }} + subgroup * {{ a_loads * rows_at_once }}u;

@@ -37,17 +37,17 @@ fn word_of(place: u32) -> vec2<u32> {
 @compute @workgroup_size(128)
 fn main(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) lane: u32) {
     let tile = folded(workgroup);
-    if (tile >= u32(ids[65])) {
-        return;
-    }
     // Eight lanes read a row of 64 values, which are four blocks.
     let row = lane / 8u;
     let group = lane % 8u;
     let rows_begin = tile * {{ height }}u + workgroup.x * 16u;
-    if (u32(ids[params.sorted_base + rows_begin]) >= params.rows) {
+    // Asked for at once: one after the other, each would be waited for.
+    let tile_count = u32(ids[65]);
+    let first = u32(ids[params.sorted_base + rows_begin]);
+    let pair = u32(ids[params.sorted_base + rows_begin + row]);
+    if (tile >= tile_count || first >= params.rows) {
         return;
     }
-    let pair = u32(ids[params.sorted_base + rows_begin + row]);
     let real = pair < params.rows;
     let source = select(0u, pair, real) / params.row_div * params.x_stride;
     let to = rows_begin / 16u * params.blocks * 32u + row * 2u + group % 2u;
