@@ -50,11 +50,14 @@ fn main(
     let item = folded(workgroup);
     let first_row = item * {{ height }}u;
     {% if rows == "tiles" %}
+    // There are as many workgroups as tiles, and more only where z counts on.
+    if (workgroup.z > 0u && item >= u32(ids[65])) {
+        return;
+    }
     // Asked for at once: one after the other, each would be waited for.
-    let tile_count = u32(ids[65]);
     let label = ids[params.expert_base + item];
     let pair0 = u32(ids[params.sorted_base + first_row + lane]);
-    if (item >= tile_count || label < 0 || label >= i32(params.experts)) {
+    if (label < 0 || label >= i32(params.experts)) {
         return;
     }
     {% else %}

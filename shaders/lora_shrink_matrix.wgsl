@@ -106,17 +106,15 @@ fn main(
     let item = run_count - 1u - from_end;
     {% else %}
     let item = folded(workgroup);
-    let run_count = u32(ids[66]);
+    // There are as many workgroups as runs, and more only where z counts on.
+    if (workgroup.z > 0u && item >= u32(ids[66])) {
+        return;
+    }
     {% endif %}
     // Asked for at once: one after the other, each would be waited for.
     let label = ids[params.run_base + item * 4u];
     let first_place = u32(ids[params.run_base + item * 4u + 1u]);
     let end_place = u32(ids[params.run_base + item * 4u + 2u]);
-    {% if not blocks %}
-    if (item >= run_count) {
-        return;
-    }
-    {% endif %}
     {% if blocks %}
     let first_row = params.sorted_base + first_place;
     let own_block = first_place / 16u + subgroup;

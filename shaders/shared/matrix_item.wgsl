@@ -3,13 +3,16 @@
 let item = folded(workgroup);
 let first_row = item * {{ height }}u;
 {% if rows == "tiles" %}
+// There are as many workgroups as tiles, and more only where z counts on.
+if (workgroup.z > 0u && item >= u32(ids[65])) {
+    return;
+}
 // Asked for at once: one after the other, each would be waited for.
-let tile_count = u32(ids[65]);
 let label = ids[params.expert_base + item];
 {% if direct is defined %}
 let row_behind_few = u32(ids[params.sorted_base + first_row + {{ sub_rows }}u]);
 {% endif %}
-if (item >= tile_count || label < i32(params.first) || label >= i32(params.first + params.count)) {
+if (label < i32(params.first) || label >= i32(params.first + params.count)) {
     return;
 }
 let expert = u32(label) - params.first;
